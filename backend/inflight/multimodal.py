@@ -6,7 +6,7 @@ the standard library; any thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,8 @@ class Multimodal:
         has_deep_stack: Whether rows of pictures are also added after the first layers.
         mrope_section: For models with multimodal rotary embedding (mRoPE), transformers' default of this key: the
             numbers of pairs of dimensions for time, height and width.
+        bidirectional: Layers in which the rows of a picture attend to each other in both directions: "all"; or
+            "sliding", those with a window, if the text part's `use_bidirectional_attention` is vision. "": none.
         inputs: The inputs of the model's other parts, for messages.
     """
 
@@ -49,19 +51,28 @@ class Multimodal:
     may_be_flat: bool = False
     has_deep_stack: bool = False
     mrope_section: tuple[int, ...] = ()
+    bidirectional: str = ""
     inputs: str = "pictures"
 
 
 _VIDEO, _ALL = "pictures and videos", "pictures, videos and sound"
 MULTIMODAL = (
-    Multimodal("gemma3", "Gemma3ForConditionalGeneration", "gemma3_text", tied=True),
+    Multimodal("gemma3", "Gemma3ForConditionalGeneration", "gemma3_text", tied=True, bidirectional="all"),
     Multimodal("gemma3n", "Gemma3nForConditionalGeneration", "gemma3n_text", tied=True, inputs=_ALL),
-    Multimodal("gemma4", "Gemma4ForConditionalGeneration", "gemma4_text", tied=True, inputs=_ALL),
+    Multimodal(
+        "gemma4",
+        "Gemma4ForConditionalGeneration",
+        "gemma4_text",
+        tied=True,
+        bidirectional="sliding",
+        inputs=_ALL,
+    ),
     Multimodal(
         "gemma4_unified",
         "Gemma4UnifiedForConditionalGeneration",
         "gemma4_unified_text",
         tied=True,
+        bidirectional="sliding",
         inputs=_ALL,
     ),
     Multimodal("mistral3", "Mistral3ForConditionalGeneration", "mistral", tied=True),
@@ -175,7 +186,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 2,
     },
     "gemma4_text": _GEMMA4_DEFAULTS,
-    "gemma4_unified_text": _GEMMA4_DEFAULTS,
+    "gemma4_unified_text": {**_GEMMA4_DEFAULTS, "use_bidirectional_attention": "vision"},
     "llama4_text": {
         "vocab_size": 202048,
         "hidden_size": 5120,
@@ -309,6 +320,25 @@ def num_added_layers(values: Mapping[str, Any]) -> int:
         return 0
     indexes = vision.get("deepstack_visual_indexes")
     return len(indexes) if is_list(indexes) else len(_DEEP_STACK)
+
+
+def bidirectional_layers(
+    values: Mapping[str, Any], sliding_windows: Sequence[int | None]
+) -> tuple[bool, ...]:
+    """Return for each layer whether the rows of a picture attend to each other in both directions; empty: in none.
+
+    Args:
+        values: The config.json of the whole model.
+        sliding_windows: The window of each layer of the text part; None for a layer without one.
+    """
+    text = find_text_part(values)
+    if text is None or not text.whole_class.bidirectional:
+        return ()
+    if text.whole_class.bidirectional == "all":
+        return (True,) * len(sliding_windows)
+    if text.values.get("use_bidirectional_attention") != "vision":
+        return ()
+    return tuple(window is not None for window in sliding_windows)
 
 
 def _find_class(values: Mapping[str, Any]) -> Multimodal | None:

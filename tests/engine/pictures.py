@@ -1,4 +1,5 @@
-"""Prompts with pictures, as the engine gets them: rows for their tokens, and positions in time, height and width.
+"""Prompts with pictures, as the engine gets them: rows for their tokens and, for some models, positions in time,
+height and width.
 
 The rows are random, as if an encoder had made them. The oracle is transformers' language model of the whole
 multimodal model.
@@ -94,6 +95,11 @@ def language_model(model: ZooModel) -> Any:
     return model.oracle.model.language_model
 
 
+def has_mrope(model: ZooModel) -> bool:
+    """Whether a model has multimodal rotary embedding."""
+    return hasattr(model.oracle.model, "get_rope_index")
+
+
 def rotary_table(model: ZooModel, prompt: PicturePrompt, is_identified: bool = True) -> RotaryTable:
     """Return the prompt's rotary table, by transformers' own rotary embedding."""
     cos, sin = language_model(model).rotary_emb(torch.zeros(1), prompt.axes[:, None])
@@ -117,7 +123,7 @@ def request_of(
         prompt.token_ids,
         new,
         prompt_table=PromptTable.of(as_matrix(prompt.rows), is_identified),
-        rotary_table=rotary_table(model, prompt, is_identified),
+        rotary_table=rotary_table(model, prompt, is_identified) if has_mrope(model) else None,
         identity=PrefixIdentity(extra_ids=prompt.extra_ids),
         **options,
     )
@@ -128,14 +134,36 @@ def expected_logits(model: ZooModel, prompt: PicturePrompt, generated: Sequence[
     """Return transformers' logits [tokens, vocab_size] float32 for the prompt and tokens after it."""
     ids = torch.tensor([*prompt.token_ids, *generated])
     virtual = ids >= VOCAB_SIZE
-    x = model.oracle.get_input_embeddings()(ids.clamp(max=VOCAB_SIZE - 1)).detach().clone()
+    embed = model.oracle.get_input_embeddings()
+    x = embed(ids.clamp(max=VOCAB_SIZE - 1)).detach().clone()
     rows, *added = prompt.rows.split(64, dim=1)
-    x[virtual] = rows
+    x[virtual] = rows * getattr(embed, "embed_scale", 1.0)
+    if not has_mrope(model):
+        masks = _bidirectional_masks(model, x[None], virtual[None])
+        out = language_model(model)(inputs_embeds=x[None], attention_mask=masks, use_cache=False)
+        logits = model.oracle.lm_head(out.last_hidden_state[0]).float()
+        cap = model.oracle.config.text_config.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap
     after = torch.arange(len(prompt.token_ids), len(ids)) + prompt.delta
     axes = torch.cat([prompt.axes, after.expand(3, -1)], dim=1)
     options = {"visual_pos_masks": virtual[None], "deepstack_visual_embeds": added} if added else {}
     out = language_model(model)(inputs_embeds=x[None], position_ids=axes[:, None], use_cache=False, **options)
     return model.oracle.lm_head(out.last_hidden_state[0]).float()
+
+
+def _bidirectional_masks(model: ZooModel, x: Tensor, virtual: Tensor) -> Any:
+    """Return transformers' masks for generation, in which the virtual tokens of a picture see each other."""
+    types = {"token_type_ids": virtual.int()}
+    if "gemma4" in model.oracle.config.model_type:
+        types = {"mm_token_type_ids": virtual.int()}
+    return model.oracle.create_masks_for_generate(
+        config=model.oracle.config,
+        inputs_embeds=x,
+        attention_mask=None,
+        cache=None,
+        position_ids=None,
+        **types,
+    )
 
 
 def expected_tokens(model: ZooModel, prompt: PicturePrompt, num_tokens: int) -> list[int]:

@@ -60,7 +60,7 @@ STAGES: dict[str, tuple[Part, str, bool, int]] = {
     "after blocks are cleared": (lambda engine: engine.runner.cache, "clear", True, 0),
     "packing": (lambda engine: engine_module, "pack", True, 0),
     "before the cache's second layer": (lambda engine: engine.runner.cache, "write", False, 1),
-    "in the second layer": (lambda engine: engine.runner.decoder._attention, "attend", False, 1),
+    "in the second layer": (lambda engine: engine.runner.decoder._attention._attention, "attend", False, 1),
     "after the last layer": (lambda engine: engine.runner.decoder, "forward", True, 0),
     "amid context outputs": (lambda engine: engine.runner.context_outputs, "_details", True, 0),
     "before logits": (lambda engine: engine.runner.decoder, "logits", False, 0),

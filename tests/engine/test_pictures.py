@@ -10,7 +10,7 @@ import torch
 from inflight.core.request.prompt_table import PromptTable, RotaryTable
 from inflight.core.request.request import ExternalDraft, OutputOptions, Request
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.errors import InvalidArgument, Unsupported
+from inflight.errors import InvalidArgument, TooLong, Unsupported
 from tests.engine.driver import Driver, load_engine
 from tests.engine.kernels import by_default_and
 from tests.engine.pictures import (
@@ -28,17 +28,33 @@ from tests.models.zoo import Zoo, ZooModel
 from tests.tiers import with_all
 
 NUM_ADDED = {"qwen3-vl": 2, "qwen3-vl-moe": 1}
-CASES = ["qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe", "qwen3.5-vision"]
+BIDIRECTIONAL = ["gemma3-vision", "gemma4-large", "gemma4-moe-vision", "gemma4-unified"]
+"""Models in which the tokens of a picture attend to each other in both directions."""
+CASES = ["qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe", "qwen3.5-vision", *BIDIRECTIONAL]
 every_model = pytest.mark.parametrize(
     ("case", "kernels"),
     with_all(
         by_default_and(CASES, CASES),
-        [("qwen3-vl", None), ("qwen3-vl", "torch"), ("qwen2.5-vl", None), ("qwen3.5-vision", None)],
+        [
+            ("qwen3-vl", None),
+            ("qwen3-vl", "torch"),
+            ("qwen2.5-vl", None),
+            ("qwen3.5-vision", None),
+            ("gemma3-vision", None),
+            ("gemma3-vision", "torch"),
+            ("gemma4-large", None),
+        ],
     ),
 )
 of_one = pytest.mark.parametrize(
     ("case", "kernels"),
-    with_all(by_default_and(["qwen3-vl", "qwen2.5-vl"], ["qwen3-vl", "qwen2.5-vl"]), [("qwen3-vl", None)]),
+    with_all(
+        by_default_and(
+            ["qwen3-vl", "qwen2.5-vl", "gemma3-vision"],
+            ["qwen3-vl", "qwen2.5-vl", "gemma3-vision", "gemma4-large"],
+        ),
+        [("qwen3-vl", None), ("gemma3-vision", None)],
+    ),
 )
 METRICS = OutputOptions(return_perf_metrics=True)
 
@@ -62,6 +78,9 @@ def test_logits_and_tokens_are_those_of_transformers(zoo: Zoo, case: str, kernel
     request = request_of(model, 1, prompt)
     driver = Driver(load_engine(model.folder, kernels=kernels))
     row = driver.start(prompt.token_ids, prompt_table=request.prompt_table, rotary_table=request.rotary_table)
+    if chunk and case in BIDIRECTIONAL:  # a chunk does not end inside a picture
+        for size in (3, 2 + 12, 4, 2 + 10):
+            driver.step({row: size})
     driver.generate(row, 16, chunk)
     assert row.generated == expected_tokens(model, prompt, 16)
     logits = expected_logits(model, prompt, row.generated[:-1])[len(prompt.token_ids) - 1 :]
@@ -140,6 +159,70 @@ def test_a_planted_loss_of_positions_is_detected(zoo: Zoo) -> None:
     assert served.tokens(no_delta) != expected
 
 
+# ---------------------------------------------------------------------- bidirectional attention
+
+
+of_bidirectional = pytest.mark.parametrize(
+    ("case", "kernels"),
+    with_all(
+        by_default_and(BIDIRECTIONAL, BIDIRECTIONAL),
+        [("gemma3-vision", None), ("gemma3-vision", "torch"), ("gemma4-large", None)],
+    ),
+)
+
+
+@of_bidirectional
+def test_a_picture_may_be_longer_than_the_window_and_end_a_prompt(
+    zoo: Zoo, case: str, kernels: str | None
+) -> None:
+    """The second time only a part of the last picture is computed, as the other part's blocks are there."""
+    model = zoo[case]
+    long, short = Picture(5, 6, 1), Picture(4, 4, 2)
+    contents = [(6, long, 5, short), (6, long, 5, short), (long, 3, long)]
+    prompts = [prompt_of(model, case, *parts) for parts in contents]
+    requests = [request_of(model, number, prompt, output=METRICS) for number, prompt in enumerate(prompts)]
+    way = config_of("chunked", max_num_tokens=36)
+    served = serve(load(model.folder, 200, kernels=kernels), way, requests, per_iteration=1)
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert served.tokens(request) == expected_tokens(model, prompt, 12)
+    assert [reused(served, request) for request in requests] == [0, 7, 0]
+
+
+@of_bidirectional
+def test_pictures_side_by_side_are_one_span_and_share_blocks_with_neither(
+    zoo: Zoo, case: str, kernels: str | None
+) -> None:
+    model = zoo[case]
+    one, other = Picture(4, 4, 1), Picture(3, 3, 2)
+    contents = [(4, one, 6), (4, one, other, 6), (4, one, other, 6), (4, one, 6)]
+    prompts = [prompt_of(model, case, *parts) for parts in contents]
+    requests = [request_of(model, number, prompt, output=METRICS) for number, prompt in enumerate(prompts)]
+    served = serve(load(model.folder, 200, kernels=kernels), config_of("no-evict"), requests, per_iteration=1)
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert served.tokens(request) == expected_tokens(model, prompt, 12)
+    assert [reused(served, request) for request in requests] == [0, 1, 4, 3]
+
+
+@of_bidirectional
+def test_causal_attention_is_detected(zoo: Zoo, case: str, kernels: str | None) -> None:
+    model = zoo[case]
+    prompt = prompt_of(model, case, 5, Picture(4, 4, 1), 6)
+    engine = load(model.folder, 200, kernels=kernels)
+    engine.runner._first_virtual_id = None
+    served = serve(engine, config_of("no-reuse"), [request_of(model, 1, prompt, 16)])
+    assert served.tokens(1) != expected_tokens(model, prompt, 16)
+
+
+def test_a_picture_that_no_iteration_holds_is_refused(zoo: Zoo) -> None:
+    model = zoo["gemma3-vision"]
+    request = request_of(model, 1, prompt_of(model, "gemma3-vision", 5, Picture(5, 6, 1), 6))
+    limits = load(model.folder, 200).limits.model_limits(config_of("chunked"))
+    with pytest.raises(
+        TooLong, match=r"a picture of 30 tokens, .* at most 29 together: raise max_num_tokens"
+    ):
+        request.validate(limits)
+
+
 # ---------------------------------------------------------------------- pauses, beams, drafts, sequences, ranks
 
 
@@ -199,7 +282,7 @@ def test_drafts_and_further_sequences_change_no_token(zoo: Zoo, case: str, kerne
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
-@pytest.mark.parametrize("case", ["qwen3-vl", "qwen2.5-vl"])
+@pytest.mark.parametrize("case", ["qwen3-vl", "qwen2.5-vl", "gemma3-vision", "gemma4-large"])
 def test_several_ranks_give_transformers_tokens(zoo: Zoo, case: str, shape: tuple[int, int]) -> None:
     model = zoo[case]
     prompts = mixed_prompts(model, case)

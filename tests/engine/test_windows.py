@@ -311,9 +311,9 @@ def test_more_window_entries_than_layers_are_logged(caplog: pytest.LogCaptureFix
 def test_windows_that_all_layers_share_are_prepared_once(zoo: Zoo) -> None:
     folder, kernels = zoo["llama"].folder, "torch"
     engine = load_engine(folder, max_attention_window_size=(MAX_POSITIONS, 100_000), kernels=kernels)
-    assert engine.runner.decoder._windows == (None,)
+    assert engine.runner.decoder._attention.windows == (None,)
     engine = load_engine(folder, max_attention_window_size=(9, 300), max_sequence_length=64, kernels=kernels)
-    assert engine.runner.decoder._windows == (AttentionWindow(9), None)
+    assert engine.runner.decoder._attention.windows == (AttentionWindow(9), None)
 
 
 @pytest.mark.parametrize(

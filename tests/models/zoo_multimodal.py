@@ -121,6 +121,16 @@ MULTIMODAL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3-vision": ("Gemma3", "gemma3_text", CASES["gemma3"][1]),
     "gemma3n-vision": ("Gemma3n", "gemma3n_text", CASES["gemma3n"][1]),
     "gemma4-vision": ("Gemma4", "gemma4_text", CASES["gemma4-shared"][1]),
+    "gemma4-large": (
+        "Gemma4",
+        "gemma4_text",
+        {**CASES["gemma4"][1], "use_bidirectional_attention": "vision"},
+    ),
+    "gemma4-moe-vision": (
+        "Gemma4",
+        "gemma4_text",
+        {**CASES["gemma4-moe"][1], "use_bidirectional_attention": "vision"},
+    ),
     "gemma4-unified": ("Gemma4Unified", "gemma4_unified_text", GEMMA4_UNIFIED),
     "mistral3": ("Mistral3", "mistral", CASES["mistral-no-window"][1]),
     "mistral3-ministral3": ("Mistral3", "ministral3", CASES["ministral3"][1]),

@@ -35,8 +35,21 @@ _LFM = [
     *(f"<|img_row_{row}_col_{column}|>" for row in (1, 2) for column in (1, 2)),
 ]
 _GEMMA = ["<|image|>", "<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>"]
+_GEMMA3 = ["<image_soft_token>", "<start_of_image>", "<end_of_image>"]
+_OF_GEMMAS = [f"{each}_token" for each in ("image", "boi", "eoi", "audio", "boa", "eoa")]
 _SPECIAL = ["<pad>", "<s>", "</s>"]
-_OTHERS = [*_QWEN, *_IDEFICS, *_LFM[1:], *_GEMMA, "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<img>", "</img>"]
+_OTHERS = [
+    *_QWEN,
+    *_IDEFICS,
+    *_LFM[1:],
+    *_GEMMA,
+    *_GEMMA3,
+    "[IMG]",
+    "[IMG_BREAK]",
+    "[IMG_END]",
+    "<img>",
+    "</img>",
+]
 _TOKENS = [*_SPECIAL, *_OTHERS, "<IMG_CONTEXT>", "<video>"]
 
 _SIGLIP = {
@@ -50,6 +63,13 @@ _SIGLIP = {
 _QWEN_TOWER: dict[str, Any] = {"depth": 4, "spatial_merge_size": 2}
 _QWEN_PIXELS = {"patch_size": 4, "min_pixels": 8 * 8, "max_pixels": 32 * 32}
 _TWO_TILES = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
+_GEMMA4 = ("gemma4-vision", "gemma4-large", "gemma4-moe-vision")
+_GEMMA4_TOWER = {
+    "num_hidden_layers": 2,
+    "pooling_kernel_size": 2,
+    "patch_size": 4,
+    "position_embedding_size": 64,
+}
 _TOWERS: dict[str, dict[str, Any]] = {
     "qwen2.5-vl": {**_QWEN_TOWER, "window_size": 16, "fullatt_block_indexes": [1]},
     "qwen3-vl": {**_QWEN_TOWER, "deepstack_visual_indexes": [0, 1, 2]},
@@ -61,20 +81,18 @@ _TOWERS: dict[str, dict[str, Any]] = {
     "idefics3": _SIGLIP,
     "smolvlm": _SIGLIP,
     "internvl": {"image_size": [16, 16], "num_hidden_layers": 2},
-    "gemma4-vision": {
-        "num_hidden_layers": 2,
-        "pooling_kernel_size": 2,
-        "patch_size": 4,
-        "position_embedding_size": 64,
-    },
+    "gemma3-vision": {**_SIGLIP, "image_size": 32},
+    **dict.fromkeys(_GEMMA4, _GEMMA4_TOWER),
 }
 _TOPS: dict[str, dict[str, Any]] = {
+    "gemma3-vision": {"mm_tokens_per_image": 16},
     "mistral3": {"spatial_merge_size": 2},
     "llava-onevision": {"image_grid_pinpoints": [[16, 16], [16, 32], [32, 16], [32, 32]]},
     "internvl": {"image_seq_length": 4},
 }
 PLACEHOLDERS = {
-    "gemma": "<|image|>",
+    "gemma3": "<start_of_image>",
+    "gemma4": "<|image|>",
     "qwen": "<|image_pad|>",
     "mistral3": "[IMG]",
     "internvl": "<IMG_CONTEXT>",
@@ -106,10 +124,18 @@ _PROCESSORS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"size": {"height": 16, "width": 16}, "crop_to_patches": True},
         {"image_seq_length": 4},
     ),
-    "gemma4-vision": (
-        "Gemma4ImageProcessor",
-        {"patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 2},
-        {"image_seq_length": 70},
+    "gemma3-vision": (
+        "Gemma3ImageProcessor",
+        {"size": {"height": 32, "width": 32}, "image_seq_length": 16},
+        {"image_seq_length": 16},
+    ),
+    **dict.fromkeys(
+        _GEMMA4,
+        (
+            "Gemma4ImageProcessor",
+            {"patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 2},
+            {"image_seq_length": 70},
+        ),
     ),
     "llava-onevision": (
         "LlavaOnevisionImageProcessor",
@@ -125,7 +151,7 @@ _IN_ONE_FILE = (
     "qwen3.5-vision",
     "qwen3.5-moe-vision",
     "smolvlm",
-    "gemma4-vision",
+    *_GEMMA4,
 )  # as transformers 5 saves processors
 CASES = tuple(_PROCESSORS)
 """Names of the families."""
@@ -172,6 +198,8 @@ def save_model(folder: Path, case: str) -> Any:
     config = _config(case)
     class_name = f"{type(config).__name__.removesuffix('Config')}ForConditionalGeneration"
     model = getattr(transformers, class_name)(config).eval()
+    if case == "gemma3-vision":  # whose projection is 0 at first
+        torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)
     model.save_pretrained(folder)
     return model
 
@@ -179,13 +207,14 @@ def save_model(folder: Path, case: str) -> Any:
 def _config(case: str) -> Any:
     ids = {token: at for at, token in enumerate(_TOKENS)}
     common = {**COMMON, "vocab_size": _backend().get_vocab_size()}
-    tokens = {"image_token_id": ids[placeholder(case)], "tie_word_embeddings": case in _TIED}
+    image_token = "<image_soft_token>" if case == "gemma3-vision" else placeholder(case)
+    tokens = {"image_token_id": ids[image_token], "tie_word_embeddings": case in _TIED}
     family, text_type, changes = MULTIMODAL[case]
     parts = {**OTHER_PARTS[family], **_TOPS.get(case, {}), **tokens}
     parts["vision_config"] = {**parts["vision_config"], **_TOWERS.get(case, {})}
     if case.startswith("qwen"):
         parts |= {"video_token_id": ids["<|video_pad|>"], "vision_start_token_id": ids["<|vision_start|>"]}
-    if case == "gemma4-vision":
+    if case in _GEMMA4:
         changes = {**changes, "vocab_size_per_layer_input": common["vocab_size"]}
     return getattr(transformers, f"{family}Config")(
         text_config={"model_type": text_type, **common, **changes}, **parts
@@ -213,8 +242,8 @@ def _save_tokenizer(folder: Path, case: str) -> None:
             "context_image_token": "<IMG_CONTEXT>",
             "video_token": "<video>",
         }
-    if case == "gemma4-vision":
-        own = dict(zip([f"{each}_token" for each in ("image", "boi", "eoi", "audio", "boa", "eoa")], _GEMMA))
+    if case.startswith("gemma"):
+        own = dict(zip(_OF_GEMMAS, _GEMMA3 if case == "gemma3-vision" else _GEMMA))
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=_backend(),
         bos_token="<s>",

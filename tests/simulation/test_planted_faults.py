@@ -16,6 +16,7 @@ from tests.tiers import with_all
 
 from .faults import FAULTS, FAULTS_OF_PIPELINES
 from .faults_of_adapters import pages_taken_before_their_turn
+from .faults_of_spans import FAULTS_OF_SPANS
 from .faults_of_states import FAULTS_OF_STATES, snapshot_found_before_its_batch_is_back
 
 SEEDS = range(200)
@@ -46,6 +47,13 @@ def test_a_fault_planted_in_a_pipeline_is_detected(plant, monkeypatch):
 def test_a_fault_planted_in_recurrent_states_is_detected(plant, monkeypatch):
     plant(monkeypatch)
     assert any(map(_notices_with_state, SEEDS)), f"{len(SEEDS)} seeds and nothing noticed"
+
+
+@pytest.mark.parametrize("plant", FAULTS_OF_SPANS, ids=lambda plant: plant.__name__)
+def test_a_fault_planted_in_picture_spans_is_detected(plant, monkeypatch):
+    plant(monkeypatch)
+    found = (_is_noticed(draw(seed).with_spans()) for seed in SEEDS)
+    assert any(found), f"{len(SEEDS)} seeds and nothing noticed"
 
 
 def _notices_with_state(seed: int) -> bool:

@@ -20,8 +20,8 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 def test_a_seed_runs_all_its_scenarios(monkeypatch, capsys):
     assert run_command(monkeypatch, "--seed", "3") == 0
     names = [name for name, _ in simulate.scenarios(3)]
-    assert len(set(names)) == 32
-    assert "seeds 1, runs 32, failed runs 0" in capsys.readouterr().out
+    assert len(set(names)) == 48
+    assert "seeds 1, runs 48, failed runs 0" in capsys.readouterr().out
 
 
 def test_a_search_ends_after_some_minutes(monkeypatch, capsys):
@@ -33,7 +33,9 @@ def test_a_search_ends_after_some_minutes(monkeypatch, capsys):
 def test_a_fault_is_reported_with_its_seed(monkeypatch, capsys):
     monkeypatch.setattr(BlockPool, "num_held", property(lambda self: 1))
     assert run_command(monkeypatch, "--seed", "3") == 1
-    assert "seed 3 failed (usual, one batch in flight): AssertionError: " in capsys.readouterr().out
+    assert (
+        "seed 3 failed (usual, one batch in flight, attention): AssertionError: " in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("arguments", [["--minutes", "0"], ["--seed", "-1"], ["--seeds", "3"]])

@@ -93,6 +93,20 @@ def test_recurrent_states_change_no_tokens(kind, draw_scenario):
 
 
 @pytest.mark.parametrize(
+    "draw_scenario", [draw, draw_with_a_bad_device, draw_with_failing_rows], ids=lambda each: each.__name__
+)
+@pytest.mark.parametrize(
+    "kind", with_all([one_in_flight, two_in_flight, two_stages, three_stages], [two_in_flight, three_stages])
+)
+def test_pictures_whose_tokens_attend_to_each_other_change_no_tokens(kind, draw_scenario):
+    """No picture is divided among chunks, and no block of it is shared with a picture that goes on otherwise."""
+    outcomes = [run(kind(draw_scenario(seed).with_spans())) for seed in range(2 * NUM_OF_A_KIND)]
+    assert sum(outcome.num_chunks for outcome in outcomes) > 50
+    assert sum(outcome.reused.total() for outcome in outcomes) > 500
+    assert sum(outcome.copied.total() for outcome in outcomes) > 30
+
+
+@pytest.mark.parametrize(
     "kind", with_all([one_in_flight, two_in_flight, two_stages, three_stages], [two_in_flight, three_stages])
 )
 def test_a_device_that_fails_repeatedly_changes_no_tokens(kind):

@@ -209,7 +209,14 @@ class Scheduler:
             is_shared = request.sampling.num_sequences > 1 and self._shares_blocks
             scope = private_scope(first_key) if is_shared else None
         task_id = adapter.task_id if adapter else None
-        return CacheRules(scope, identity.extra_ids, request.retention, request.prompt_length, task_id)
+        return CacheRules(
+            scope,
+            identity.extra_ids,
+            request.retention,
+            request.prompt_length,
+            task_id,
+            request.spans(self.limits),
+        )
 
     def _stop(self, stop: StopSignal) -> None:
         group = self._groups.get(stop.request_id)

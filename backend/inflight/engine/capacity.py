@@ -199,6 +199,7 @@ def make_limits(
         hidden_size=decoder.hidden_size,
         num_added_layers=decoder.num_added_layers,
         rotary_dim=decoder.multimodal_rotary_dim,
+        has_spans=any(decoder.bidirectional_layers),
         num_adapter_pages=num_adapter_pages,
         adapter_page_rank=config.lora_cache_optimal_adapter_size,
         max_adapter_rank=config.lora_cache_max_adapter_size if num_adapter_pages else 0,

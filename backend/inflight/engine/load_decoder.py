@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 from inflight.config import FP8, INT8, MMAP, QUANTIZED, EngineConfig
-from inflight.engine.attention.find import find_attention
+from inflight.engine.attention.find import find_attention, find_picture_attention
 from inflight.engine.collectives import Collectives
 from inflight.engine.components import only_by_torch
 from inflight.engine.cpu import packing
@@ -142,6 +142,7 @@ def _load_torch_decoder(
         find_attention(config, held, windows, dtype, device),
         find_operations(held, dtype, device, find_kv_quantization(config.kv_cache_dtype)),
         find_row_kernels(model.decoder.vocab_size, device),
+        find_picture_attention(config, held, windows, dtype, device),
     )
 
 

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from inflight.core.kv.picture_spans import find_spans
 from inflight.core.schedule.batch import ScheduledBatch
 from inflight.engine.prompt_tables import VirtualRows
 from inflight.engine.rotary_tables import RotaryTables, RowRotations
@@ -89,6 +90,8 @@ class PackedBatch:
             an adapter.
         virtual: Rows of prompt tables; None if there are none.
         rotations: Rotations of the rows; None: each row's rotary position is its position.
+        ends: [rows] on the host: the last position that each row sees in layers with bidirectional attention,
+            which is the last one of its picture span; None: every row's own position.
         fixed: For recordings, the chunks and generation rows in tensors of fixed shape; None: see the
             fields above. If set, `chunks` is empty, `generation_begin` is 0, and every row counts as a
             sequence.
@@ -106,6 +109,7 @@ class PackedBatch:
     adapters: NDArray[np.int64] | None = None
     virtual: VirtualRows | None = None
     rotations: RowRotations | None = None
+    ends: NDArray[np.int64] | None = None
     fixed: FixedRows | None = None
 
 
@@ -163,11 +167,20 @@ def pack(
     table: SlotTable,
     virtual: VirtualRows | None = None,
     rotary: RotaryTables | None = None,
+    first_virtual_id: int | None = None,
 ) -> PackedBatch:
-    """Lay out a batch and send it to the device; `virtual` are its virtual tokens, `rotary` the slots' rotary
-    tables.
+    """Lay out a batch and send it to the device.
 
-    Raises ValueError like `lay_out`.
+    Args:
+        batch: The batch.
+        table: The slots, to which the batch was applied.
+        virtual: The batch's virtual tokens.
+        rotary: The slots' rotary tables.
+        first_virtual_id: The first id of virtual tokens, for a model in which those of a picture attend to each
+            other in both directions.
+
+    Raises:
+        ValueError: As in `lay_out`.
     """
     rows = lay_out(batch, table)
     num_rows, generation_begin = len(rows.slots), rows.generation_begin
@@ -195,6 +208,7 @@ def pack(
         adapters=adapters_of(rows.slots, table),
         virtual=virtual,
         rotations=None if rotary is None else rotary.rotations(rows.slots, rows.positions),
+        ends=None if first_virtual_id is None else _ends(batch, rows.positions, first_virtual_id),
     )
 
 
@@ -246,6 +260,18 @@ def _context_rows(
             sampled += range(begin + count - 1 - chunk.num_draft_tokens, begin + count)
         chunks.append(PackedChunk(chunk.slot, begin, begin + count, chunk.start))
     return tuple(chunks), slots, positions, token_ids, sampled
+
+
+def _ends(batch: ScheduledBatch, positions: Sequence[int], first_virtual_id: int) -> NDArray[np.int64] | None:
+    """Return `PackedBatch.ends` of a batch whose rows have these positions."""
+    if all(max(chunk.token_ids) < first_virtual_id for chunk in batch.context):
+        return None
+    ends, row = np.array(positions, dtype=np.int64), 0
+    for chunk in batch.context:
+        for begin, end in find_spans(chunk.token_ids, first_virtual_id):
+            ends[row + begin : row + end] = chunk.start + end - 1
+        row += len(chunk.token_ids)
+    return ends
 
 
 def _positions(slots: Sequence[int], table: SlotTable) -> list[int]:

@@ -71,8 +71,12 @@ class RankLoader:
         num_adapter_pages: int,
         capture: Capture | None,
         shares_blocks: bool = True,
+        has_bidirectional_attention: bool = True,
     ) -> ModelRunner:
-        """Assemble the runner; on a GPU, record iterations."""
+        """Assemble the runner; on a GPU, record iterations.
+
+        Without bidirectional attention there are no prompt tables for a model whose pictures need it.
+        """
         limits = make_limits(
             self.config,
             self._decoder_config,
@@ -88,6 +92,7 @@ class RankLoader:
             logits_post_processors=self.options.post_processor_names,
             additional_outputs=self._offered,
             shares_blocks=shares_blocks,
+            hidden_size=limits.hidden_size if has_bidirectional_attention or not limits.has_spans else 0,
         )
         runner = ModelRunner(
             decoder,

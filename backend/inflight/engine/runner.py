@@ -112,6 +112,7 @@ class ModelRunner:
             mapping.is_first_stage or limits.num_added_layers > 0,
         )
         self.rotary_tables = RotaryTables(cache.device)
+        self._first_virtual_id = limits.vocab_size if limits.has_spans else None
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -222,7 +223,7 @@ class ModelRunner:
             replayed = self._graphs.forward(batch)
             if replayed is not None:
                 return self._outputs(batch, *replayed, between, are_wanted)
-        packed = pack(batch, self.slots, virtual, self.rotary_tables)
+        packed = pack(batch, self.slots, virtual, self.rotary_tables, self._first_virtual_id)
         if self.cache.states is not None:
             self.cache.states.begin(batch, packed)
         outputs = self._compute_packed(batch, packed, hidden, between, are_wanted)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from inflight.errors import ConfigError
 
@@ -19,17 +19,20 @@ _logger = logging.getLogger(__name__)
 class AttentionWindow:
     """A window: a token at position p sees positions p - `recent` + 1 to p, and positions below `sinks`.
 
-    With `is_chunk`, sequences are divided into chunks of `recent` tokens, and a token sees no other chunk.
+    With `is_chunk`, sequences are divided into chunks of `recent` tokens, and a token sees no other chunk. With
+    `is_bidirectional`, a token of a picture also sees the later tokens of the picture.
 
     Attributes:
         recent: Number of recent tokens, at least 1.
         sinks: Number of first tokens that are always seen; 0 for a plain sliding window.
         is_chunk: Whether the window begins at a multiple of `recent`.
+        is_bidirectional: Whether tokens see up to `PackedBatch.ends` instead of their own positions.
     """
 
     recent: int
     sinks: int = 0
     is_chunk: bool = False
+    is_bidirectional: bool = False
 
     @property
     def size(self) -> int:
@@ -86,6 +89,23 @@ def layer_windows(
                 )
             windows[layer] = AttentionWindow(length, is_chunk=True)
     return tuple(windows)
+
+
+def picture_windows(
+    windows: Sequence[AttentionWindow | None], bidirectional_layers: Sequence[bool], max_sequence_length: int
+) -> tuple[AttentionWindow | None, ...]:
+    """Return each layer's window for batches with pictures whose tokens attend to each other.
+
+    Args:
+        windows: Each layer's window for other batches.
+        bidirectional_layers: `DecoderConfig.bidirectional_layers`, not empty.
+        max_sequence_length: Longest sequence in tokens.
+    """
+    everything = AttentionWindow(max_sequence_length)
+    return tuple(
+        replace(window or everything, is_bidirectional=True) if is_bidirectional else window
+        for window, is_bidirectional in zip(windows, bidirectional_layers, strict=True)
+    )
 
 
 def _window(

@@ -273,6 +273,8 @@ class DecoderConfig:
         attention_chunks: For each layer, the length of the chunks into which sequences are divided: a token
             attends to the keys of its chunk up to its own; None: no chunks in this layer. Empty: no layer has
             chunks.
+        bidirectional_layers: For each layer, whether the rows of a picture attend to all of its rows, also to
+            later ones. Empty: in no layer.
         attention_temperature: Temperature of attention; None: queries are the same at every position.
         alibi: Linear biases of attention scores; None: there are none.
         tied_embeddings: Whether the embedding is also the output projection, unless the checkpoint has
@@ -353,6 +355,7 @@ class DecoderConfig:
     sliding_windows: tuple[int | None, ...]
     tied_embeddings: bool
     attention_chunks: tuple[int | None, ...] = ()
+    bidirectional_layers: tuple[bool, ...] = ()
     attention_temperature: AttentionTemperature | None = None
     alibi: Alibi | None = None
     qk_norm: QkNorm | None = None

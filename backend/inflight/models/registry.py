@@ -15,7 +15,7 @@ from inflight.models.families import FAMILIES, Family, NoMap, WeightNames, names
 from inflight.models.neutral_keys import refuse_unread
 from inflight.models.quantization import Quantization, read_quantization
 from inflight.models.unserved import refuse_unserved
-from inflight.multimodal import Multimodal, num_added_layers
+from inflight.multimodal import Multimodal, bidirectional_layers, num_added_layers
 
 _logger = logging.getLogger(__name__)
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k")
@@ -85,6 +85,7 @@ def describe(config: ConfigFile) -> ModelDescription:
     decoder = replace(
         decoder,
         num_added_layers=num_added_layers(config.whole.values),
+        bidirectional_layers=bidirectional_layers(config.whole.values, decoder.sliding_windows),
         eos_token_ids=eos_token_ids(config),
         dtype=stated_dtype(config),
     )

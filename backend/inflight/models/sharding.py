@@ -223,6 +223,7 @@ class Part:
             ropes=decoder.ropes[begin:end],
             sliding_windows=decoder.sliding_windows[begin:end],
             attention_chunks=decoder.attention_chunks[begin:end],
+            bidirectional_layers=decoder.bidirectional_layers[begin:end],
             recurrent_layers=decoder.recurrent_layers[begin:end],
             attention_layers=decoder.attention_layers[begin:end],
             mlp_layers=decoder.mlp_layers[begin:end],

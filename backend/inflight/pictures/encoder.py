@@ -78,7 +78,9 @@ class PictureEncoder:
         # As the chat templates of the Qwen models, which alone have mRoPE, write a picture.
         has_mrope = self._tower.has_mrope
         self._alone = f"<|vision_start|>{self.placeholder}<|vision_end|>" if has_mrope else self.placeholder
-        self._image_token_id: int = self._processor.image_token_id
+        # Gemma 3's placeholder is another token than those that stand for rows.
+        self._image_token_id: int = config.image_token_id
+        self._image_token: str = self._processor.tokenizer.convert_ids_to_tokens(config.image_token_id)
         self._cache = PictureCache(cache_bytes)
         self._num_encoded = self._num_hits = 0
         self._seconds = 0.0
@@ -176,7 +178,7 @@ class PictureEncoder:
         replacements = [each["replacement"] for each in replaced]
         grids = inputs[_GRID].tolist() if _GRID in inputs else [()] * len(images)
         rows = self._tower.rows({key: inputs[key] for key in inputs if key not in _TEXT_OUTPUTS})
-        sizes = [text.count(self.placeholder) for text in replacements]
+        sizes = [text.count(self._image_token) for text in replacements]
         if len(rows) != sum(sizes):
             raise StepFailed(f"the tower made {len(rows)} rows for {sum(sizes)} tokens of pictures")
         return [

@@ -24,28 +24,24 @@ MODEL_TYPES = (
     "smolvlm",
     "internvl",
     "llava_onevision",
+    "gemma3",
     "gemma4",
 )
 """Model types whose pictures are encoded."""
 
 INSTALL_PICTURES = "run .venv/bin/pip install -e '.[pictures]', or install the package inflight[pictures]"
 """How to install what encodes pictures."""
+_BY_TORCHVISION = ("lfm2_vl", "gemma4_unified")
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 
 
 def why_not(values: Mapping[str, Any]) -> str | None:
     """Return why pictures of a checkpoint cannot be encoded; None if they can. `values`: its config.json."""
-    model_type, text = values.get("model_type"), values.get("text_config")
-    attention = text.get("use_bidirectional_attention") if is_object(text) else None
-    if str(model_type).startswith("gemma") and (model_type != "gemma4" or attention is not None):
+    model_type = values.get("model_type")
+    if model_type in _BY_TORCHVISION:
         return (
-            f"pictures of this {model_type} are not served: the tokens of a picture attend to each other in both "
-            "directions, which this engine's attention does not do"
-        )
-    if model_type == "lfm2_vl":
-        return (
-            "pictures of lfm2_vl are not served: transformers processes them by torchvision alone, which cannot "
-            "be imported beside a torch for CPUs"
+            f"pictures of {model_type} are not served: transformers processes them by torchvision alone, which "
+            "cannot be imported beside a torch for CPUs"
         )
     if model_type not in MODEL_TYPES:
         return f"pictures of {model_type} are not served; expected one of {', '.join(MODEL_TYPES)}"

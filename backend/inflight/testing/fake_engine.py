@@ -35,6 +35,7 @@ from inflight.testing.fake_model import (
     choose,
     describe_tokens,
     digest_after,
+    later_virtual,
     log_softmax,
     logits_after,
     looks_back,
@@ -260,7 +261,10 @@ class FakeEngine:
         assert chunk.start >= row.num_tokens, f"slot {chunk.slot} goes back to position {chunk.start}"
         self._check_ids(chunk, row.start.request)
         row.num_tokens = chunk.start
-        return [self._run_token(row, token_id) for token_id in chunk.token_ids]
+        later: Sequence[Sequence[int]] = ((),) * len(chunk.token_ids)
+        if self.limits.has_spans:
+            later = later_virtual(chunk.token_ids, self.limits.vocab_size)
+        return [self._run_token(row, *each) for each in zip(chunk.token_ids, later, strict=True)]
 
     def _check_ids(self, chunk: ContextChunk, request: Request) -> None:
         """Check that only prompts have ids of prompt table rows, but not generated or draft tokens."""
@@ -272,7 +276,7 @@ class FakeEngine:
             f"slot {chunk.slot} generates rows of a table"
         )
 
-    def _run_token(self, row: _Slot, token_id: int) -> int:
+    def _run_token(self, row: _Slot, token_id: int, later: Sequence[int] = ()) -> int:
         size, position = self.limits.tokens_per_block, row.num_tokens
         if self._attend_to_all:
             held = [digest for block_id in row.block_table for digest in self._cache[block_id]]
@@ -283,7 +287,9 @@ class FakeEngine:
             prefix = ()
         if self.limits.has_state and row.state != (prefix[-1] if prefix else _EMPTY):
             prefix = (*prefix, row.state)
-        digest = digest_after(prefix, token_id if row.is_plain else self._seen(row, token_id, position))
+        digest = digest_after(
+            prefix, token_id if row.is_plain else self._seen(row, token_id, position, later)
+        )
         self._cache[row.block_table[position // size]][position % size] = digest
         row.num_tokens += 1
         row.state = digest
@@ -295,11 +301,11 @@ class FakeEngine:
             if save.slot == slot:
                 self._snapshots[save.snapshot] = digests[save.num_tokens - 1 - start]
 
-    def _seen(self, row: _Slot, token_id: int, position: int) -> int:
+    def _seen(self, row: _Slot, token_id: int, position: int, later: Sequence[int]) -> int:
         conditions = row.conditions
         if row.start.adapter >= 0:
             conditions = replace(conditions, adapter=self._adapter_in(row.start.adapter))
-        return conditions.seen_as(token_id, position)
+        return conditions.seen_as(token_id, position, later)
 
     # ---------------------------------------------------------------- decoding
 

@@ -34,23 +34,43 @@ class Conditions:
         identity: The request's identity.
         adapter: Digest of the adapter's content; empty without an adapter.
         prompt_table: Digest of the prompt table's content; empty without a table.
+        later: For each position of the prompt, the later tokens that it attends to: those of its picture span.
+            Empty: no position attends to later tokens.
     """
 
     identity: PrefixIdentity = field(default_factory=PrefixIdentity)
     adapter: bytes = b""
     prompt_table: bytes = b""
+    later: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
-    def of(cls, request: Request, adapter: bytes = b"") -> Conditions:
-        """Return the conditions of a request. `adapter` is the digest of its adapter's content."""
-        table = request.prompt_table
-        return cls(request.identity, adapter, table.digest if table else b"")
+    def of(cls, request: Request, adapter: bytes = b"", first_virtual_id: int | None = None) -> Conditions:
+        """Return the conditions of a request.
 
-    def seen_as(self, token_id: int, position: int) -> int:
+        Args:
+            request: The request.
+            adapter: Digest of its adapter's content.
+            first_virtual_id: The first id of virtual tokens, for a model in which consecutive virtual tokens
+                attend to each other in both directions; None: all attention is causal.
+        """
+        table = request.prompt_table
+        later: tuple[tuple[int, ...], ...] = ()
+        if first_virtual_id is not None:
+            later = later_virtual(request.input_token_ids, first_virtual_id)
+        return cls(request.identity, adapter, table.digest if table else b"", later)
+
+    def seen_as(self, token_id: int, position: int, later: Sequence[int] = ()) -> int:
         """Return the number that represents a token in digests. If the conditions equal `PLAIN`, it is the id.
 
         An extra id changes the number of one token; every other condition changes the numbers of all tokens.
+        `later`: the tokens after it that it attends to.
         """
+        seen = self._seen_alone(token_id, position)
+        if not later:
+            return seen
+        return hash((seen, *(self._seen_alone(each, at) for at, each in enumerate(later, position + 1))))
+
+    def _seen_alone(self, token_id: int, position: int) -> int:
         identity = self.identity
         extra = identity.extra_ids[position] if position < len(identity.extra_ids) else 0
         if not (extra or identity.cache_salt_id or self.adapter or self.prompt_table):
@@ -62,6 +82,17 @@ class Conditions:
 
 PLAIN = Conditions()
 """The conditions of a sequence whose keys and values depend on its tokens alone."""
+
+
+def later_virtual(token_ids: Sequence[int], first_virtual_id: int) -> tuple[tuple[int, ...], ...]:
+    """Return for each token the ids of the virtual tokens that follow it without a gap; () for text."""
+    found: list[tuple[int, ...]] = []
+    following: tuple[int, ...] = ()
+    for token_id in reversed(token_ids):
+        is_virtual = token_id >= first_virtual_id
+        found.append(following if is_virtual else ())
+        following = (token_id, *following) if is_virtual else ()
+    return tuple(reversed(found))
 
 
 def digest_after(prefix: Sequence[int], token_id: int) -> int:
@@ -203,7 +234,10 @@ class LoneSequence:
     def append(self, token_id: int) -> None:
         """Append one token."""
         prefix = self._digests if self._attend_to_all else self._digests[-1:]
-        seen = token_id if self._is_plain else self._conditions.seen_as(token_id, len(self.tokens))
+        seen, position = token_id, len(self.tokens)
+        if not self._is_plain:
+            later = self._conditions.later[position : position + 1]
+            seen = self._conditions.seen_as(token_id, position, *later)
         self._digests.append(digest_after(prefix, seen))
         self.tokens.append(token_id)
 
@@ -269,20 +303,20 @@ def expected_log_probs(
 
 
 def expected_beams(
-    request: Request, vocab_size: int, attend_to_all: bool = True, adapter: bytes = b""
+    request: Request, vocab_size: int, attend_to_all: bool = True, conditions: Conditions | None = None
 ) -> list[Hypothesis]:
     """Return the result of a beam search whose beams each run alone."""
-    return expected_beam_steps(request, vocab_size, attend_to_all, adapter)[-1]
+    return expected_beam_steps(request, vocab_size, attend_to_all, conditions)[-1]
 
 
 def expected_beam_steps(
-    request: Request, vocab_size: int, attend_to_all: bool = True, adapter: bytes = b""
+    request: Request, vocab_size: int, attend_to_all: bool = True, conditions: Conditions | None = None
 ) -> list[list[Hypothesis]]:
     """Return the hypotheses of a beam search after each step. Those of the last step are its result.
 
-    `adapter` is the digest of the adapter's content; empty without an adapter.
+    `conditions` are the request's; None: those of a request without an adapter.
     """
-    conditions = Conditions.of(request, adapter)
+    conditions = conditions or Conditions.of(request)
     search = BeamSearch(request)
     beams = [LoneSequence(request.input_token_ids, vocab_size, attend_to_all, conditions)]
     steps: list[list[Hypothesis]] = []

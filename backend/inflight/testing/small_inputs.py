@@ -15,6 +15,6 @@ def make_adapter(
     return StoredAdapter(handle, digest, handle if task_id is None else task_id, rank, weights)
 
 
-def make_table(digest: bytes = b"a table") -> PromptTable:
-    """A prompt table of one row, for models of hidden size 1."""
-    return PromptTable(Matrix((1, 1), "float32", RawBuffer(bytes(4))), digest)
+def make_table(digest: bytes = b"a table", num_rows: int = 1) -> PromptTable:
+    """A prompt table for models of hidden size 1."""
+    return PromptTable(Matrix((num_rows, 1), "float32", RawBuffer(bytes(4 * num_rows))), digest)

@@ -23,6 +23,7 @@ from inflight.sampling.nan_check import find_peaks
 from inflight.testing.make_model import Shape, make_model
 from tests.engine.driver import alone, load_engine
 from tests.engine.kernels import needs_native
+from tests.engine.pictures import Picture, make_prompt, request_of
 from tests.engine.serving import Served, serve
 from tests.engine.thread_ranks import ThreadRanks
 from tests.models.zoo import Zoo
@@ -35,6 +36,45 @@ PROMPT = tuple(range(5, 40))
 
 def _tokens(served: Served) -> list[Any]:
     return [(answer["key"], answer["tokens"]) for answer in answers(served)]
+
+
+def check_pictures(zoo: Zoo, tolerance: float, **settings: Any) -> None:
+    """Compare logits after pictures, whose tokens see each other, with those by torch's operators; `tolerance`: of
+    the root mean square of errors, in standard deviations of the logits."""
+    model = zoo["gemma3-vision"]
+    prompt = make_prompt(model, (5, Picture(6, 7, 1), 6, Picture(3, 3, 2), 1, Picture(5, 5, 3)), 0)
+    table = request_of(model, 1, prompt).prompt_table
+    rows = [
+        alone(load_engine(model.folder, kernels=kernels, **settings), prompt.token_ids, 9, prompt_table=table)
+        for kernels in ("native", "torch")
+    ]
+    found, expected = (torch.stack(row.logits[:1]) for row in rows)
+    assert (found - expected).square().mean().sqrt() < tolerance * expected.std()
+    if tolerance < 0.01:
+        assert rows[0].generated == rows[1].generated
+
+
+@needs_native
+@pytest.mark.parametrize(("window", "num_sinks"), [(1000, 0), (12, 3)])
+@pytest.mark.parametrize("tokens_per_block", with_all([7, 16, 32], [7, 32]))
+def test_pictures_whose_tokens_see_each_other_give_torchs_logits(
+    zoo: Zoo, window: int, num_sinks: int, tokens_per_block: int
+) -> None:
+    check_pictures(
+        zoo,
+        1e-4,
+        max_attention_window_size=(window,),
+        sink_token_length=num_sinks,
+        tokens_per_block=tokens_per_block,
+    )
+
+
+@needs_native
+@pytest.mark.parametrize(("dtype", "kind", "tolerance"), [("bfloat16", None, 0.1), ("float32", "int8", 0.01)])
+def test_pictures_in_fewer_bits_give_about_torchs_logits(
+    zoo: Zoo, dtype: str, kind: str | None, tolerance: float
+) -> None:
+    check_pictures(zoo, tolerance, dtype=dtype, kv_cache_dtype=kind)
 
 
 @needs_native

@@ -24,6 +24,7 @@ from tests.engine.cpu.test_native_int4 import draw, draw_floats, multiply, round
 from tests.engine.driver import alone, load_engine
 from tests.engine.kernels import needs_native
 from tests.engine.merged import make_adapter
+from tests.engine.pictures import Picture, expected_tokens, make_prompt, request_of
 from tests.models.zoo import Zoo, ZooModel
 from tests.sampling import factories
 from tests.sampling.factories import Row, choose_tokens, make_request
@@ -54,6 +55,17 @@ def test_tokens_in_float32_are_those_of_transformers(zoo: Zoo, case: str) -> Non
     assert row.generated == model.greedy(model.prompt(33), 8)
     expected = model.logits(row.tokens)[row.prompt_length - 1 : -1]
     torch.testing.assert_close(torch.stack(row.logits), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["gemma3-vision"])
+def test_pictures_give_the_tokens_of_transformers(zoo: Zoo, case: str) -> None:
+    """Their tokens see each other in both directions."""
+    model = zoo[case]
+    prompt = make_prompt(model, (5, Picture(6, 7, 1), 6, Picture(3, 3, 2), 1), 0)
+    table = request_of(model, 1, prompt).prompt_table
+    engine = load_engine(model.folder, dtype="float32", **NATIVE)
+    row = alone(engine, prompt.token_ids, 8, prompt_table=table)
+    assert row.generated == expected_tokens(model, prompt, 8)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.1), ("int8", 0.3)])

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import zip_longest
 
+from inflight.core.kv.picture_spans import Spans, span_at
 from inflight.core.kv.retention import Retention, RetentionConfig
 from inflight.errors import InvalidArgument, Name
 
@@ -56,6 +57,8 @@ class CacheRules:
         retention: The request's retention priorities.
         prompt_length: Number of prompt tokens; later tokens are generated.
         lora_task_id: The adapter's task id, for KV events; None: there is no adapter, or it has no id.
+        spans: The prompt's picture spans, on which the keys and values of all of their tokens depend; empty for a
+            model with causal attention.
     """
 
     scope: bytes | None
@@ -63,9 +66,15 @@ class CacheRules:
     retention: RetentionConfig = field(default_factory=RetentionConfig)
     prompt_length: int = 0
     lora_task_id: int | None = None
+    spans: Spans = ()
 
     def digest(self, parent: bytes, token_ids: Sequence[int], start: int, end: int) -> bytes:
-        """Return the key of the block with tokens start .. end - 1, which follows the block with key `parent`."""
+        """Return the key of the block with tokens start .. end - 1, which follows the block with key `parent`.
+
+        The key also covers the rest of a picture span that goes on after the block.
+        """
+        if span := span_at(self.spans, end):
+            end = span[1]
         extra_ids = self.extra_ids_of(start, end) if self.extra_ids[start:end] else ()
         return block_digest(parent, token_ids[start:end], extra_ids)
 
@@ -76,11 +85,17 @@ class CacheRules:
 
     def content(self, token_ids: Sequence[int], start: int, end: int) -> tuple[Hashable, ...]:
         """Return tokens start .. end - 1 as comparable values: token ids, or pairs of a token id and its extra
-        id."""
+        id. A token of a picture span is paired with the key of the whole span too."""
         tokens, extra_ids = token_ids[start:end], self.extra_ids[start:end]
-        if not any(extra_ids):
-            return tuple(tokens)
-        return tuple((t, e) if e else t for t, e in zip_longest(tokens, extra_ids, fillvalue=0))
+        values: list[Hashable] = list(tokens)
+        if any(extra_ids):
+            values = [(t, e) if e else t for t, e in zip_longest(tokens, extra_ids, fillvalue=0)]
+        for begin, after in self.spans:
+            if begin < end and start < after:
+                key = self.digest(ROOT_SCOPE, token_ids, begin, after)
+                for at in range(max(begin, start), min(after, end)):
+                    values[at - start] = values[at - start], key
+        return tuple(values)
 
     def retention_of(self, first_token: int) -> Retention | None:
         """Return the retention of the block starting at position `first_token`; None if the request sets none."""

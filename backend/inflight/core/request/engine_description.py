@@ -40,6 +40,8 @@ class ModelLimits:
         hidden_size: Row width of prompt tables; 0: the engine does not support prompt tables.
         num_added_layers: Number of first layers after which a wider prompt table's rows are added (DeepStack).
         rotary_dim: Row width of rotary tables; 0: the model has no multimodal rotary embedding (mRoPE).
+        max_span_length: Maximum number of consecutive virtual tokens, for a model in which they attend to each
+            other in both directions (`picture_spans.py`); 0: its attention is causal.
         max_adapter_rank: Maximum rank of LoRA adapters; 0: the engine accepts no adapters.
         max_sequences_per_request: Maximum number of sequences of one request. If a front end accepts
             several prompts in one request, the sequences of all prompts are counted.
@@ -58,6 +60,7 @@ class ModelLimits:
     hidden_size: int = 0
     num_added_layers: int = 0
     rotary_dim: int = 0
+    max_span_length: int = 0
     max_adapter_rank: int = 0
     max_sequences_per_request: int = MAX_RETURN_SEQUENCES
 

@@ -8,6 +8,7 @@ from math import prod
 from inflight.additional_outputs import OfferedOutput, WantedOutput
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.block_store import StoreUpdate
+from inflight.core.kv.picture_spans import Spans, find_spans
 from inflight.core.kv.retention import RetentionConfig
 from inflight.core.request.adapter import AdapterUpdate, LoraRequest
 from inflight.core.request.engine_description import ModelLimits, kv_blocks
@@ -19,7 +20,7 @@ from inflight.core.request.sampling_config import (
     check_token_ids,
 )
 from inflight.core.request.stop import StopSignal
-from inflight.errors import InvalidArgument, Name, TooLong
+from inflight.errors import InvalidArgument, Name, TooLong, Unsupported
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,6 +337,12 @@ class Request:
         """Return the KV blocks needed at the length limit."""
         return kv_blocks(self.prompt_length, self.max_new_tokens, self.sampling.beam_width, tokens_per_block)
 
+    def spans(self, limits: ModelLimits) -> Spans:
+        """Return the prompt's picture spans; empty for a model with causal attention."""
+        if self.prompt_table is None or not limits.max_span_length:
+            return ()
+        return find_spans(self.input_token_ids, limits.vocab_size)
+
     def validate(self, limits: ModelLimits) -> None:
         """Raise InvalidArgument, with a possible value in the message, if this request can never run on such a
         model."""
@@ -394,6 +401,12 @@ class Request:
                     ", which is missing",
                 ) from None
             return
+        if limits.max_span_length and not limits.hidden_size:
+            raise Unsupported(
+                Name("prompt_embedding_table"),
+                " is not available: the tokens of this model's pictures attend to each other in both directions, "
+                "which the engine torch computes, but not this one",
+            )
         table.validate(limits.hidden_size, limits.num_added_layers)
         if table.num_rows > limits.max_sequence_length:
             raise InvalidArgument(
@@ -410,6 +423,19 @@ class Request:
                 ", which ",
                 Name("input_ids"),
                 " has, are no tokens of the vocabulary and have no probability: leave one of the two out",
+            )
+        self._validate_spans(limits)
+
+    def _validate_spans(self, limits: ModelLimits) -> None:
+        """Check that one iteration can hold each picture, and beside the last one the draft that may follow it."""
+        longest = max((end - begin for begin, end in self.spans(limits)), default=0)
+        if longest and longest + self.draft_length > limits.max_span_length:
+            beside = f" and a draft of {self.draft_length}" if self.draft_length else ""
+            raise TooLong(
+                Name("input_ids"),
+                f" has a picture of {longest} tokens{beside}, which have to be computed in one iteration, as they "
+                f"attend to each other in both directions; this server computes at most {limits.max_span_length} "
+                "together: raise max_num_tokens",
             )
 
     def _validate_ids(self, vocab_size: int) -> None:

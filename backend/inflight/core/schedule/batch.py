@@ -116,7 +116,8 @@ class ContextChunk:
     """Consecutive known tokens of one sequence whose keys and values are to be computed.
 
     The chunk may end with draft tokens, guessed next tokens that are verified in the same forward pass. Then it
-    has 1 + num_draft_tokens rows of logits, starting at the last known token. Only a last chunk has drafts.
+    has 1 + num_draft_tokens rows of logits, starting at the last known token. Only a last chunk has drafts. If
+    `EngineLimits.has_spans`, a chunk does not end inside a picture span, but it may begin inside one.
 
     Attributes:
         slot: The sequence's slot.
@@ -318,6 +319,8 @@ class EngineLimits:
         hidden_size: Row width of prompt tables; 0: the engine does not support prompt tables.
         num_added_layers: Number of first layers after which a wider prompt table's rows are added (DeepStack).
         rotary_dim: Row width of rotary tables; 0: the model has no multimodal rotary embedding (mRoPE).
+        has_spans: Whether consecutive virtual tokens attend to each other in both directions
+            (`picture_spans.py`).
         num_adapter_pages: Number of pages for adapters; 0: the engine accepts no adapters.
         adapter_page_rank: Number of LoRA ranks, for every module of every layer, that one page stores.
         max_adapter_rank: Largest rank of an adapter.
@@ -340,6 +343,7 @@ class EngineLimits:
     hidden_size: int = 0
     num_added_layers: int = 0
     rotary_dim: int = 0
+    has_spans: bool = False
     num_adapter_pages: int = 0
     adapter_page_rank: int = 8
     max_adapter_rank: int = 0
@@ -383,6 +387,8 @@ class EngineLimits:
             hidden_size=self.hidden_size,
             num_added_layers=self.num_added_layers,
             rotary_dim=self.rotary_dim,
+            # With chunking, a span must fit together with one token of every other running request.
+            max_span_length=config.max_num_tokens - (slots - 1 if chunked else 0) if self.has_spans else 0,
             max_adapter_rank=self.max_adapter_rank if self.num_adapter_pages else 0,
             max_sequences_per_request=config.max_sequences_per_request,
         )

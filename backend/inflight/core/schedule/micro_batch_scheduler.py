@@ -10,6 +10,9 @@ remaining rows in chunks that end on a block boundary:
                               for the end of a long one; if rows are left for one block only, the oldest context
                               gets it
 
+A chunk never ends inside a picture span (`picture_spans.py`), whose tokens attend to each other. In place of a
+block boundary inside a span, there are the beginning and the end of the span.
+
 A resumed context longer than max_num_tokens is always chunked, because its request was accepted and has to run. A
 beam search in generation takes one row per beam. A request's own draft tokens follow the last token of its
 context, in the same chunk.
@@ -29,6 +32,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from inflight.config import ChunkingPolicy, SchedulingConfig
+from inflight.core.kv.picture_spans import span_at
 from inflight.core.request.llm_request import LlmRequest, RequestState
 from inflight.core.schedule.batch import EngineLimits
 
@@ -155,6 +159,8 @@ class MicroBatchScheduler:
         there."""
         position = request.next_position + num_granted
         end = (position // self._tokens_per_block + 1) * self._tokens_per_block
+        if span := span_at(request.rules.spans, end):
+            end = span[0] if span[0] > position else span[1]
         if end < request.context_length:
             return end - position, False
         return request.context_length + request.draft_length - position, True
@@ -168,5 +174,11 @@ class MicroBatchScheduler:
             return 0
         # A chunk that is not the last must end before the context's last token, because the drafts have to be
         # in that token's chunk.
-        end = min(start + budget, request.context_length - 1) // size * size
+        last = min(start + budget, request.context_length - 1)
+        end = last // size * size
+        for boundary in (end + size, end):
+            span = span_at(request.rules.spans, boundary)
+            if span and span[0] <= last:
+                end = span[1] if span[1] <= last else span[0]
+                break
         return max(0, end - start)

@@ -70,9 +70,11 @@ class KernelAttention:
     def prepare(
         self, packed: PackedBatch, cache: KvCache, windows: Sequence[AttentionWindow | None]
     ) -> Mapping[AttentionWindow | None, KernelMetadata]:
-        """Raises ValueError for windows of chunked attention, which the kernels do not support."""
+        """Raises ValueError for windows of chunked or bidirectional attention, which the kernels do not have."""
         if any(window is not None and window.is_chunk for window in windows):
             raise ValueError("it has no chunked attention")
+        if any(window is not None and window.is_bidirectional for window in windows):
+            raise ValueError("it has no bidirectional attention")
         rows = packed.fixed or _found_rows(packed)
         slots, positions = packed.slots.contiguous(), packed.positions.contiguous()
         begin = packed.generation_begin

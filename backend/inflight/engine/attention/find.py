@@ -46,16 +46,11 @@ def find_attention(
     if device.type != "cuda":
         return gathering(held)
     quantization = find_kv_quantization(config.kv_cache_dtype)
-    tried = config.tokens_per_block, windows, dtype, device, quantization
-    kinds = [held.only(layer) for layer in held.cached_layers] or [held]
+    check = _checker(config, held, windows, dtype, device)
     of_blocks = f"{str(dtype).removeprefix('torch.')} over blocks of {config.tokens_per_block} tokens"
     if quantization is not None:
         of_blocks += f" in {quantization.name}"
     reasons: list[str] = []
-
-    def check(attention: Attention) -> None:
-        for of_layer in dict.fromkeys(kinds):
-            check_attention(attention, of_layer, *tried)
 
     def find(make: Callable[[], _Found]) -> _Found | None:
         try:
@@ -86,6 +81,38 @@ def find_attention(
         *reasons,
     )
     return _find_gathering(held, dtype, check, log)
+
+
+def find_picture_attention(
+    config: EngineConfig,
+    held: DecoderConfig,
+    windows: tuple[AttentionWindow | None, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Attention | None:
+    """Return the attention for batches with pictures whose rows attend to each other in both directions: over
+    gathered blocks. None: `find_attention`'s, which is that already, or the model has no such layers."""
+    if device.type != "cuda" or not any(held.bidirectional_layers):
+        return None
+    return _find_gathering(held, dtype, _checker(config, held, windows, dtype, device), _log.info)
+
+
+def _checker(
+    config: EngineConfig,
+    held: DecoderConfig,
+    windows: tuple[AttentionWindow | None, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Callable[[Attention], None]:
+    """Return a function that raises CannotAttend unless an attention computes every kind of layer correctly."""
+    tried = config.tokens_per_block, windows, dtype, device, find_kv_quantization(config.kv_cache_dtype)
+    kinds = dict.fromkeys([held.only(layer) for layer in held.cached_layers] or [held])
+
+    def check(attention: Attention) -> None:
+        for of_layer in kinds:
+            check_attention(attention, of_layer, *tried)
+
+    return check
 
 
 def _find_gathering(

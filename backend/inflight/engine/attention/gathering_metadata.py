@@ -13,13 +13,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.engine.kv_cache import KvCache
 from inflight.engine.packing import PackedBatch, PackedChunk
 from inflight.engine.windows import AttentionWindow
 from inflight.models.decoder_config import Alibi
+from inflight.sampling.transfer import upload
 
 _PIECE_ROWS = 256  # under a window, smaller pieces cost more in calls than they save in keys
 _SPLIT_SAVES_KEYS = 512  # padding keys that a further group must save to be worth its calls
@@ -146,19 +149,21 @@ class _Preparation:
 
     def _chunk(self, chunk: PackedChunk) -> ChunkMetadata:
         block_tables, tokens_per_block, window = self._block_tables, self._tokens_per_block, self._window
-        num_rows = chunk.end - chunk.begin
-        length, device = chunk.start + num_rows, block_tables.device
+        num_rows, device = chunk.end - chunk.begin, block_tables.device
+        after, ends = chunk.start + num_rows, self._ends(chunk)
+        length = after if ends is None else max(after, int(ends.max()) + 1)
+        positions = torch.arange(chunk.start, after, device=device)[:, None]
+        last = positions if ends is None else upload(ends, device)[:, None]
         num_blocks = -(-length // tokens_per_block)
         num_sink_blocks, first_block, block_ids = 0, 0, None
         if not self._reads_own_rows:
             block_ids = block_tables[chunk.slot, :num_blocks]
-        if chunk.start == 0 and (window is None or num_rows <= window.size):
+        if chunk.start == 0 and length == num_rows and (window is None or num_rows <= window.size):
             mask = None
-            if self._biases is not None:
-                own = torch.arange(num_rows, device=device)
-                mask = self._mask(own, own[:, None])
+            if self._biases is not None or ends is not None:
+                mask = self._mask(positions[:, 0], positions, last)
             return ChunkMetadata(chunk.begin, chunk.end, block_ids, num_rows, mask)
-        if chunk.start > 0:
+        if chunk.start > 0 or length > num_rows:
             if window is not None:
                 num_sink_blocks = min(_sink_blocks(window, tokens_per_block), num_blocks)
                 first_block = max(num_sink_blocks, (chunk.start - window.recent + 1) // tokens_per_block)
@@ -170,8 +175,16 @@ class _Preparation:
         keys = torch.arange(first_block * tokens_per_block, num_blocks * tokens_per_block, device=device)
         unused = num_blocks * tokens_per_block - length  # unused places at the end of the last block
         keys = torch.cat([of_sinks, keys])[: len(of_sinks) + len(keys) - unused]
-        mask = self._mask(keys, torch.arange(chunk.start, length, device=device)[:, None])
+        mask = self._mask(keys, positions, last)
         return ChunkMetadata(chunk.begin, chunk.end, block_ids, len(keys), mask)
+
+    def _ends(self, chunk: PackedChunk) -> NDArray[np.int64] | None:
+        """Return the last position that each row of a chunk sees; None: its own."""
+        if self._packed.ends is None or self._window is None or not self._window.is_bidirectional:
+            return None
+        ends = self._packed.ends[chunk.begin : chunk.end]
+        has_later = (ends > np.arange(chunk.start, chunk.start + len(ends))).any()
+        return ends if has_later else None
 
     def _groups(self) -> list[tuple[int, int]]:
         """Divide generation rows into groups (begin, end); a further group must save enough padding."""
@@ -210,16 +223,16 @@ class _Preparation:
             block_ids = block_tables[slots].gather(1, columns.clamp(max=block_tables.shape[1] - 1))
             places = torch.arange(tokens_per_block, device=device)
             keys = (columns[:, :, None] * tokens_per_block + places).flatten(1)
-        mask = self._mask(keys, positions)
+        mask = self._mask(keys, positions, positions)
         mask = mask[:, None, None, :] if self._biases is None else mask.permute(2, 0, 1, 3)
         return GenerationMetadata(begin, end, block_ids.reshape(-1), mask)
 
-    def _mask(self, keys: Tensor, positions: Tensor) -> Tensor:
+    def _mask(self, keys: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
         """Return the mask to add to scores, [rows, n], or with biases [kv_heads, group, rows, n].
 
         A boolean mask would be converted in every layer. Arguments are those of `_hidden`.
         """
-        hidden = _hidden(keys, positions, self._window)
+        hidden = _hidden(keys, positions, ends, self._window)
         if self._biases is None:
             mask = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device)
         else:
@@ -231,11 +244,16 @@ def _sink_blocks(window: AttentionWindow, tokens_per_block: int) -> int:
     return -(-window.sinks // tokens_per_block)
 
 
-def _hidden(keys: Tensor, positions: Tensor, window: AttentionWindow | None) -> Tensor:
+def _hidden(keys: Tensor, positions: Tensor, ends: Tensor, window: AttentionWindow | None) -> Tensor:
     """Return a mask [rows, n], True where a row does not see a key.
-    `keys`: positions of the keys, [n] or [rows, n]; `positions`: positions of the rows, [rows, 1].
+
+    Args:
+        keys: Positions of the keys, [n] or [rows, n].
+        positions: Positions of the rows, [rows, 1].
+        ends: The last position that each row sees, [rows, 1].
+        window: The window.
     """
-    hidden = keys > positions
+    hidden = keys > ends
     if window is not None:
         first = positions - window.recent + 1
         if window.is_chunk:

@@ -74,8 +74,8 @@ class PagedAttention:
     def prepare(
         self, packed: PackedBatch, cache: KvCache, windows: Sequence[AttentionWindow | None]
     ) -> Mapping[AttentionWindow | None, PagedMetadata]:
-        """Raises ValueError for windows with sinks and for chunked attention, which the kernel does not
-        support."""
+        """Raises ValueError for windows with sinks and for chunked or bidirectional attention, which the kernel
+        does not support."""
         last_rows = packed.bounds[1:] - 1
         lengths = (packed.positions[last_rows] + 1).int()
         key_bounds = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)) if self._takes_key_bounds else None
@@ -133,6 +133,8 @@ def _window_size(window: AttentionWindow | None, max_rows: int) -> tuple[int, in
             raise ValueError("it has no windows with sinks")
         if window.is_chunk:
             raise ValueError("it has no chunked attention")
+        if window.is_bidirectional:
+            raise ValueError("it has no bidirectional attention")
         return window.recent - 1, 0
     # A single row is the last token, so no key comes after it and -1 is right too. With 0, FlashAttention 2 would
     # read a key head once per query head.

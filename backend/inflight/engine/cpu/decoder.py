@@ -124,6 +124,10 @@ class NativeDecoder:
         self._layers = (LayerStruct * len(self._packed))(*(layer.struct for layer in self._packed))
         for layer, window in zip(self._layers, layer_windows[slice(*part.layers)]):
             layer.recent, layer.sinks = (0, 0) if window is None else (window.recent, window.sinks)
+        for layer, is_bidirectional in zip(
+            self._layers, part.held_config(config).bidirectional_layers, strict=False
+        ):
+            layer.is_bidirectional = is_bidirectional
         self._position_embedding = weights.position_embedding
         self._embedding = weights.embedding  # None also if its rows are the output projection's columns
         if weights.lm_head is not None and weights.final_norm is not None:
@@ -270,6 +274,9 @@ class NativeDecoder:
             (table,) = self._rope_tables.values()  # a model with mRoPE has one kind of positions
             batch.rotations = packed.rotations.of_rows(*table)  # lives as long as the batch
             batch.cos, batch.sin = (each.data_ptr() for each in batch.rotations)
+        if packed.ends is not None:
+            batch.ends_array = packed.ends  # lives as long as the batch
+            batch.ends = packed.ends.ctypes.data
         if packed.adapters is not None:
             batch.adapters_array = self._adapters.addresses(packed.adapters)  # lives as long as the batch
             batch.adapters = batch.adapters_array.ctypes.data

@@ -108,6 +108,7 @@ class LayerStruct(Structure):
         ("recurrent", RecurrentStruct),
         ("recent", c_int32),
         ("sinks", c_int32),
+        ("is_bidirectional", c_int32),
         ("latent", LatentLayerStruct),
     )
 
@@ -219,6 +220,7 @@ class BatchStruct(Structure):
         ("num_kept", c_int64),
         ("cos", c_void_p),
         ("sin", c_void_p),
+        ("ends", c_void_p),
     )
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from inflight.core.schedule.batch import AdapterLoad
 from inflight.engine.adapter_pool import ActiveAdapters, AdapterPool
 from inflight.engine.additional_outputs import HiddenStates
+from inflight.engine.attention.by_layer import AttendLayer, AttentionByLayer
 from inflight.engine.attention.gathering import GATHERING
 from inflight.engine.attention.interface import Attention
 from inflight.engine.collectives import ALONE, Collectives, join_logits
@@ -64,6 +65,8 @@ class Decoder:
         part: The part of the model; None: all of it.
         collectives: Collectives over the ranks that share these layers; all these ranks run the same batches.
         attention: The attention over the KV cache.
+        picture_attention: The attention for batches with pictures whose tokens attend to each other in both
+            directions; None: `attention`.
         operations: The operations between matrix products and attention; None: in torch's operators.
         row_kernels: See the attribute.
 
@@ -92,6 +95,7 @@ class Decoder:
         attention: Attention = GATHERING,
         operations: LayerOperations | None = None,
         row_kernels: RowKernels = _BY_TORCH,
+        picture_attention: Attention | None = None,
     ) -> None:
         part = part or Part.whole(config)
         self.config = config
@@ -101,7 +105,6 @@ class Decoder:
             attention.has_fixed_shapes and config.experts is None and config.recurrent is None
         )
         self.takes_fixed_rows = self.has_fixed_shapes and attention.takes_fixed_rows
-        self._attention = attention
         self._part = part
         self._held = part.held_config(config)
         self._operations = operations or LayerOperations(self._held)
@@ -111,8 +114,13 @@ class Decoder:
         self._first_layer = part.layers[0]
         self._places, self._state_places = _places(self._held), _state_places(self._held)
         self._mixers = [self._make_mixer(layer.recurrent) for layer in weights.layers]
-        self._layer_windows = layer_windows[slice(*part.layers)]
-        self._windows = tuple(dict.fromkeys(self._layer_windows))
+        self._attention = AttentionByLayer(
+            attention,
+            layer_windows[slice(*part.layers)],
+            self._held.bidirectional_layers,
+            max_sequence_length,
+            picture_attention,
+        )
         self._weights = weights
         first = weights.layers[0]
         any_linear = first.input_projection or first.up or (first.experts and first.experts.router)
@@ -181,7 +189,7 @@ class Decoder:
         weights = self._weights
         if active is None and packed.adapters is not None:
             active = self._pool().activate(packed.adapters)
-        metadata = self._attention.prepare(packed, cache, self._windows)
+        attention = self._attention.prepare(packed, cache)
         places = cache_places(packed, cache.tokens_per_block)
         x = self._embed(packed) if hidden is None else hidden
         inputs = self._layer_inputs(packed, x)
@@ -193,7 +201,6 @@ class Decoder:
         for index, layer in enumerate(weights.layers):
             if between is not None:
                 between.keep(self._first_layer + index, x)
-            of_window = metadata[self._layer_windows[index]]
             if active is not None:
                 layer = active.adapt(index, layer)
             following = weights.layers[index + 1].first_norm if index + 1 < len(weights.layers) else None
@@ -203,7 +210,7 @@ class Decoder:
                 if self._held.has_attention(index):
                     rotation = rotations.get(self._layer_ropes[index])
                     attended = self._attend(
-                        read, rotation, index, layer, places, of_window, cache, own, query_factors
+                        read, rotation, index, layer, places, attention[index], cache, own, query_factors
                     )
                     mixed = attended if mixed is None else attended + mixed
                 assert mixed is not None, "the layer has attention or a recurrent state"
@@ -360,7 +367,7 @@ class Decoder:
         index: int,
         layer: LayerWeights,
         places: Tensor,
-        metadata: Any,
+        attend: AttendLayer,
         cache: KvCache,
         own: dict[int, tuple[Tensor, Tensor]],
         query_factors: Tensor | None,
@@ -384,7 +391,7 @@ class Decoder:
             queries, (keys, values) = self._queries_alone(x, rotation, index, layer), own[place]
         if query_factors is not None and self._held.has_temperature(index):
             queries = (queries * query_factors[:, None, None]).to(queries.dtype)
-        read = self._attention.attend(queries, keys, values, place, metadata, cache, layer.sinks)
+        read = attend(queries, keys, values, place, sinks=layer.sinks)
         if self.config.latent is not None and layer.latent is not None:
             read = self._decompress(read, layer.latent, self.config.latent)
         if gates is not None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from inflight.core.schedule.batch import AdapterLoad
 from inflight.engine.additional_outputs import HiddenStates
+from inflight.engine.attention.by_layer import AttendLayer, AttentionByLayer
 from inflight.engine.attention.check import pack_rows
 from inflight.engine.attention.interface import Attention
 from inflight.engine.kv_cache import KvCache, cache_places
@@ -89,9 +90,7 @@ def make_mask(**options: Any) -> Tensor | None:
 class _BatchAttention(AttentionHandler):
     """Attention over the KV blocks of one batch's rows."""
 
-    attention: Attention
-    layer_windows: Sequence[AttentionWindow | None]
-    metadata: Mapping[AttentionWindow | None, Any]
+    attention: Sequence[AttendLayer]
     places: Tensor
     cache: KvCache
 
@@ -109,8 +108,7 @@ class _BatchAttention(AttentionHandler):
             rows[0].transpose(0, 1).to(self.cache.dtype).contiguous() for rows in (query, key, value)
         )
         self.cache.write(layer, self.places, keys, values)
-        of_window = self.metadata[self.layer_windows[layer]]
-        read = self.attention.attend(queries, keys, values, layer, of_window, self.cache)
+        read = self.attention[layer](queries, keys, values, layer)
         return read.view(1, *queries.shape).to(query.dtype)
 
 
@@ -159,9 +157,7 @@ class TransformersDecoder:
         self.config = model.decoder
         self.dtype = model.dtype
         self._body, self._head = model.body, model.head
-        self._layer_windows = layer_windows
-        self._windows = tuple(dict.fromkeys(layer_windows))
-        self._attention = attention
+        self._attention = AttentionByLayer(attention, layer_windows)
 
     def forward(
         self,
@@ -176,9 +172,7 @@ class TransformersDecoder:
         """
         wanted: Set[int] = between.wanted if between is not None else frozenset()
         handler = _BatchAttention(
-            self._attention,
-            self._layer_windows,
-            self._attention.prepare(packed, cache, self._windows),
+            self._attention.prepare(packed, cache),
             cache_places(packed, cache.tokens_per_block),
             cache,
         )

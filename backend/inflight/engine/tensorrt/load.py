@@ -72,7 +72,14 @@ def load_runner(options: LoadOptions) -> ModelRunner:
     )
     if num_adapter_pages:
         decoder.reserve_adapters(num_adapter_pages, config.lora_cache_optimal_adapter_size)
-    runner = loader.make_runner(decoder, cache, num_adapter_pages, capture, config.shares_blocks)
+    runner = loader.make_runner(
+        decoder,
+        cache,
+        num_adapter_pages,
+        capture,
+        config.shares_blocks,
+        has_bidirectional_attention=False,
+    )
     _warn(sidecar)
     return runner
 

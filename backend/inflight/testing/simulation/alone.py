@@ -47,12 +47,11 @@ class Expected:
         )
 
 
-def sequence_alone(request: Request, sequence_index: int, vocab_size: int, adapter: bytes) -> Expected:
-    """Compute the output of a sequence without beams.
-
-    `adapter` is the digest of its adapter, empty without one.
-    """
-    prompt, conditions = request.input_token_ids, Conditions.of(request, adapter)
+def sequence_alone(
+    request: Request, sequence_index: int, vocab_size: int, conditions: Conditions
+) -> Expected:
+    """Compute the output of a sequence without beams."""
+    prompt = request.input_token_ids
     generated = expected_tokens(
         prompt,
         request.max_new_tokens,
@@ -81,9 +80,9 @@ def _end(request: Request, generated: list[int]) -> tuple[int, FinishReason]:
     return len(generated), FinishReason.LENGTH
 
 
-def search_alone(request: Request, vocab_size: int, adapter: bytes) -> list[list[Expected]]:
+def search_alone(request: Request, vocab_size: int, conditions: Conditions) -> list[list[Expected]]:
     """Compute a beam search's outputs after each of its steps."""
-    steps = expected_beam_steps(request, vocab_size, adapter=adapter)
+    steps = expected_beam_steps(request, vocab_size, conditions=conditions)
     return [[_of(beam) for beam in beams] for beams in steps]
 
 
@@ -99,7 +98,7 @@ def _of(beam: Hypothesis) -> Expected:
 
 
 def compare_context(
-    request: Request, first: SequenceResult, vocab_size: int, adapter: bytes, is_whole: bool
+    request: Request, first: SequenceResult, vocab_size: int, conditions: Conditions, is_whole: bool
 ) -> None:
     """Compare the prompt's log probabilities and logits in a request's first result.
 
@@ -108,7 +107,6 @@ def compare_context(
     prompt, output = request.input_token_ids, request.output
     logits = []
     if output.wants_context:
-        conditions = Conditions.of(request, adapter)
         logits = expected_logits(prompt[:1], (*prompt[1:], 0), vocab_size, conditions=conditions)
     if output.return_prompt_log_probs:
         found = [log_softmax(values)[token] for values, token in zip(logits, prompt[1:])]

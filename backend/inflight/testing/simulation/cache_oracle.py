@@ -17,8 +17,8 @@ from inflight.core.request.llm_request import LlmRequest, RequestState
 from inflight.core.schedule.batch import ScheduledBatch
 from inflight.core.scheduler import Scheduler
 
-_Prefix = tuple[Hashable, tuple[int, ...], tuple[int, ...]]
-"""Key of the beginning before a block, and the tokens and extra ids in it."""
+_Prefix = tuple[Hashable, tuple[Hashable, ...]]
+"""Key of the beginning before a block, and what is known of each token in it: id, extra id and picture span."""
 
 
 class CacheOracle:
@@ -44,6 +44,8 @@ class CacheOracle:
         self._kv_cache = scheduler.kv_cache
         self._scheduler = scheduler
         self._shares_all = config.enable_kv_cache_reuse
+        limits = scheduler.limits
+        self._has_spans, self._vocab_size = bool(limits.max_span_length), limits.vocab_size
         self._size = scheduler.kv_cache.tokens_per_block
         self._numbers: dict[_Prefix, int] = {}  # one for every prefix seen so far
         self._known: set[int] = set()
@@ -69,14 +71,28 @@ class CacheOracle:
     def _prefixes(self, llm_request: LlmRequest, num_tokens: int) -> list[int]:
         """Return the number of the prefix that ends with each full block of the first `num_tokens` tokens."""
         chain = self._chains.setdefault(llm_request.key, [])
-        size, extra_ids = self._size, llm_request.request.identity.extra_ids
+        size = self._size
         for end in range((len(chain) + 1) * size, num_tokens + 1, size):
-            block = range(end - size, end)
-            extra = tuple(extra_ids[i] if i < len(extra_ids) else 0 for i in block)
             before = chain[-1] if chain else self._scope(llm_request)
-            prefix = (before, tuple(llm_request.tokens[i] for i in block), extra)
+            prefix = (before, tuple(self._token(llm_request, at) for at in range(end - size, end)))
             chain.append(self._numbers.setdefault(prefix, len(self._numbers)))
         return chain[: num_tokens // size]
+
+    def _token(self, llm_request: LlmRequest, position: int) -> Hashable:
+        """Return everything that a token's keys and values depend on, beside the tokens before it."""
+        begin, end = position, position + 1
+        if self._has_spans and self._is_virtual(llm_request, position):
+            while begin and self._is_virtual(llm_request, begin - 1):
+                begin -= 1
+            while self._is_virtual(llm_request, end):
+                end += 1
+        extra_ids = llm_request.request.identity.extra_ids
+        seen = [(llm_request.tokens[i], extra_ids[i] if i < len(extra_ids) else 0) for i in range(begin, end)]
+        return position - begin, tuple(seen)
+
+    def _is_virtual(self, llm_request: LlmRequest, position: int) -> bool:
+        ids = llm_request.request.input_token_ids
+        return position < len(ids) and ids[position] >= self._vocab_size
 
     def _looks(self, llm_request: LlmRequest) -> bool:
         """Whether a request's prefix is looked up: not for context logits, which need every row computed."""
@@ -118,15 +134,14 @@ class CacheOracle:
         """Return how many tokens of a sequence's block `place` some known block begins with, at most."""
         chain = self._prefixes(llm_request, place * self._size)
         before = chain[-1] if chain else self._scope(llm_request)
-        extra_ids = llm_request.request.identity.extra_ids
         rest = range(place * self._size, min((place + 1) * self._size, len(llm_request.tokens) - 1))
-        wanted = [(llm_request.tokens[i], extra_ids[i] if i < len(extra_ids) else 0) for i in rest]
+        wanted = [self._token(llm_request, at) for at in rest]
         longest = 0
-        for (parent, tokens, extra), number in self._numbers.items():
+        for (parent, tokens), number in self._numbers.items():
             if parent == before and number in self._known:
                 count = 0
-                for pair, other in zip(wanted, zip(tokens, extra)):
-                    if pair != other:
+                for token, other in zip(wanted, tokens):
+                    if token != other:
                         break
                     count += 1
                 longest = max(longest, count)

@@ -21,6 +21,8 @@ _T = TypeVar("_T")
 
 _TABLES = (None, make_table(b"one table"), make_table(b"another table"))
 _EXTRA_IDS = (0, 7, 8)
+PICTURE_TABLE = make_table(b"rows of pictures", 11)
+"""The prompt table of all pictures."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,35 @@ def _with_rows(request: Request, num_rows: int, vocab_size: int) -> Request:
     )
     output = replace(request.output, return_prompt_log_probs=False)  # a table row has no log prob
     return replace(request, input_token_ids=prompt, output=output)
+
+
+def with_pictures(request: Request, vocab_size: int, seed: int) -> Request:
+    """Replace stretches of a request's prompt by pictures, mostly the same in all requests of a scenario.
+
+    Pictures have rows of `PICTURE_TABLE`, which extra ids identify. Equal beginnings of prompts often stay equal,
+    and of two pictures with equal first rows one may be longer.
+    """
+    common, own = random.Random(seed), random.Random(f"{seed} {request.request_id}")
+    num_rows = PICTURE_TABLE.num_rows
+    ids, extra = list(request.input_token_ids), list(request.identity.extra_ids)
+    extra += [0] * (len(ids) - len(extra))
+    at = common.randint(0, 3)
+    while at < len(ids):
+        first, length = common.randrange(num_rows), common.randint(1, 9)
+        if own.random() < 0.3:
+            length = own.randint(1, 9)
+        for place in range(at, min(at + length, len(ids))):
+            row = (first + place - at) % num_rows
+            ids[place], extra[place] = vocab_size + row, 100 + row
+        at += max(length, 1) + common.choice([0, 1, 1, 2, 7])
+    output = replace(request.output, return_prompt_log_probs=False)
+    return replace(
+        request,
+        input_token_ids=tuple(ids),
+        identity=replace(request.identity, extra_ids=tuple(extra)),
+        output=output,
+        prompt_table=PICTURE_TABLE,
+    )
 
 
 def draw_tokens(rng: random.Random, vocab_size: int, count: int) -> tuple[int, ...]:

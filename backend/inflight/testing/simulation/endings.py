@@ -9,6 +9,7 @@ from inflight.core.request.request import Request
 from inflight.core.request.response import Response, SequenceResult, merge_responses
 from inflight.core.request.stop import FINISH_REASON_OF_STOP, FinishReason
 from inflight.errors import InvalidArgument, Unavailable
+from inflight.testing.fake_model import Conditions
 
 from .alone import Expected, compare_context, compare_outputs, search_alone, sequence_alone
 from .outcome import RunOutcome
@@ -65,11 +66,12 @@ def _check_results(
     if not results:
         return
     _check_metrics(outcome, request, results[-1])
-    adapter = outcome.adapters.get(request.request_id, b"")
+    limits, adapter = scenario.limits, outcome.adapters.get(request.request_id, b"")
+    conditions = Conditions.of(request, adapter, limits.vocab_size if limits.has_spans else None)
     if request.sampling.uses_beams:
-        _check_search(scenario, request, results, adapter)
+        _check_search(scenario, request, results, conditions)
     else:
-        _check_sequence(scenario, request, index, results, merge_responses(responses).result, adapter)
+        _check_sequence(scenario, request, index, results, merge_responses(responses).result, conditions)
 
 
 def _check_sequence(
@@ -78,10 +80,10 @@ def _check_sequence(
     index: int,
     results: list[SequenceResult],
     whole: SequenceResult | None,
-    adapter: bytes,
+    conditions: Conditions,
 ) -> None:
     vocab_size = scenario.limits.vocab_size
-    alone = sequence_alone(request, index, vocab_size, adapter)
+    alone = sequence_alone(request, index, vocab_size, conditions)
     final = results[-1]
     reason = final.finish_reasons[0]
     if not final.is_sequence_final:
@@ -96,11 +98,11 @@ def _check_sequence(
     compare_outputs(request, whole, [alone], vocab_size)
     assert whole.finish_reasons == (alone.reason,)
     is_whole = bool(num_tokens) or reason not in ENDED_FROM_OUTSIDE
-    compare_context(request, whole, vocab_size, adapter, is_whole)
+    compare_context(request, whole, vocab_size, conditions, is_whole)
 
 
 def _check_search(
-    scenario: Scenario, request: Request, results: list[SequenceResult], adapter: bytes
+    scenario: Scenario, request: Request, results: list[SequenceResult], conditions: Conditions
 ) -> None:
     """Check the results of a beam search.
 
@@ -108,7 +110,7 @@ def _check_search(
     search that is cut short returns the beams of its last step.
     """
     vocab_size = scenario.limits.vocab_size
-    steps = search_alone(request, vocab_size, adapter)
+    steps = search_alone(request, vocab_size, conditions)
     final = results[-1]
     whole = [result for result in results if not result.was_cut_short]
     if final.was_cut_short:
@@ -120,7 +122,7 @@ def _check_search(
     for result, beams in zip(whole, steps if request.streaming else steps[-1:]):
         compare_outputs(request, result, beams, vocab_size)
     is_whole = bool(whole) or any(final.num_output_tokens)
-    compare_context(request, results[0], vocab_size, adapter, is_whole)
+    compare_context(request, results[0], vocab_size, conditions, is_whole)
 
 
 def _check_search_cut_short(

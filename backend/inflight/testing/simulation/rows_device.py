@@ -81,14 +81,14 @@ class RowsDevice(SimulatedDevice):
                 behind = self._rows[chunk.slot][chunk.start :]
                 assert not any(behind), "the row still has values of the slot's previous sequence"
 
-    def _run_token(self, row: Any, token_id: int) -> int:
+    def _run_token(self, row: Any, token_id: int, later: Sequence[int] = ()) -> int:
         """Compute a token like the base class, but read the slot's row instead of blocks."""
         slot = next(slot for slot, held in self._slots.items() if held is row)
         position, size = row.num_tokens, self.limits.tokens_per_block
         block_ids: list[int] = row.block_table
         held = [digest for block_id in block_ids for digest in self._cache[block_id]]
         assert self._rows[slot][:position] == held[:position], "the row's content differs from its blocks"
-        digest = super()._run_token(row, token_id)
+        digest = super()._run_token(row, token_id, later)
         assert self._cache[row.block_table[position // size]][position % size] == digest
         self._rows[slot][position] = digest
         return digest

@@ -33,6 +33,7 @@ class RowsOracle:
         self.num_shared = 0
         self._config = config
         self._size = limits.tokens_per_block
+        self._has_spans, self._vocab_size = limits.has_spans, limits.vocab_size
         self._num_stages = limits.num_micro_batches
         self._num_selections = 0
         # By sequence key: the number of the last selection that chose it for generation.
@@ -94,14 +95,32 @@ class RowsOracle:
         return ready[:share]
 
     def _pieces(self, llm_request: LlmRequest) -> list[int]:
-        """Return the numbers of rows at which a chunk may end; drafts follow the last token."""
+        """Return the numbers of rows between the places where a chunk may end; drafts follow the last token.
+
+        In place of a boundary inside a picture span there are the beginning and the end of the span.
+        """
         start, end = llm_request.next_position, llm_request.context_length
-        boundaries = [at for at in range(start + 1, end) if at % self._size == 0]
-        places = [start, *boundaries, end + llm_request.draft_length]
+        boundaries = {at for at in range(start + 1, end + 1) if at % self._size == 0}
+        for span in self._spans(llm_request):
+            if inside := boundaries & set(span[1:]):
+                boundaries = boundaries - inside | {span[0], span[-1] + 1}
+        between = sorted(at for at in boundaries if start < at < end)
+        places = [start, *between, end + llm_request.draft_length]
         whole = places[-1] - start
         if not self._config.enable_chunked_context and self._fits_whole(llm_request):
             return [whole]
         return [after - before for before, after in pairwise(places)]
+
+    def _spans(self, llm_request: LlmRequest) -> list[list[int]]:
+        """Return the positions of each picture span."""
+        spans: list[list[int]] = []
+        for position, token_id in enumerate(llm_request.request.input_token_ids if self._has_spans else ()):
+            if token_id >= self._vocab_size:
+                if spans and spans[-1][-1] == position - 1:
+                    spans[-1].append(position)
+                else:
+                    spans.append([position])
+        return spans
 
     def _fits_whole(self, llm_request: LlmRequest) -> bool:
         return llm_request.context_length + llm_request.draft_length <= self._config.max_num_tokens

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from inflight.config import CapacityPolicy, ChunkingPolicy, SchedulingConfig
+from inflight.core.kv.picture_spans import find_spans
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.stop import StopReason, StopSignal
 from inflight.core.schedule.batch import EngineLimits
 
-from .drawn_requests import Habits, draw_habits, draw_requests
+from .drawn_requests import Habits, draw_habits, draw_requests, with_pictures
 from .host_cache import MAX_RANKS
 
 _MS = 1_000_000
@@ -77,6 +78,26 @@ class Scenario:
         """Return the scenario for a model with recurrent state, with no, few or many snapshots."""
         num_snapshots = random.Random(self.seed).choice([0, 1, 2, 5, 500, 500])
         return replace(self, limits=replace(self.limits, has_state=True, num_state_snapshots=num_snapshots))
+
+    def with_spans(self) -> Scenario:
+        """Return the scenario for a model whose pictures have bidirectional attention, with pictures in prompts.
+
+        An iteration has room for the longest picture, and for little more.
+        """
+        arrivals = {at: tuple(map(self._with_pictures, requests)) for at, requests in self.arrivals.items()}
+        config, limits = self.config, replace(self.limits, has_spans=True)
+        longest = max(
+            end - begin + request.draft_length
+            for requests in arrivals.values()
+            for request in requests
+            for begin, end in ((0, 0), *find_spans(request.input_token_ids, limits.vocab_size))
+        )
+        beside = limits.max_num_sequences - 1 if config.enable_chunked_context else 0
+        config = replace(config, max_num_tokens=max(config.max_num_tokens, longest + beside))
+        return replace(self, arrivals=arrivals, config=config, limits=limits)
+
+    def _with_pictures(self, request: Request) -> Request:
+        return with_pictures(request, self.limits.vocab_size, self.seed)
 
     def in_turn(self) -> Scenario:
         """Return the scenario for a device that has one batch in flight at a time."""
@@ -209,6 +230,13 @@ DEVICES = {
     "three stages": three_stages,
 }
 """The kinds of devices that a scenario runs on, by name."""
+
+MODELS = {
+    "attention": replace,
+    "recurrent states": Scenario.with_state,
+    "pictures with bidirectional attention": Scenario.with_spans,
+}
+"""The kinds of models that a scenario runs with, by name."""
 
 
 def _without_host(request: Request) -> Request:

@@ -1,7 +1,7 @@
 """Search random seeds for a fault of the scheduler: `inflight simulate [--minutes N] [--seed S]`.
 
-Every seed makes scenarios of requests, stops and failures of the device. Each runs on four kinds of device,
-with and without recurrent states. Every request must get the result that it gets when it runs alone.
+Every seed makes scenarios of requests, stops and failures of the device. Each runs on four kinds of device
+and with three kinds of models. Every request must get the result that it gets when it runs alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import count, product
 
 from inflight.arguments import Parser, program_name
 
-from .scenario import DEVICES, DRAWS, Scenario, time_of
+from .scenario import DEVICES, DRAWS, MODELS, Scenario, time_of
 from .simulated_server import run
 
 _MAX_SEED = 2**32
@@ -28,14 +28,12 @@ _MAX_SHOWN = 20  # failures
 
 def scenarios(seed: int) -> Iterator[tuple[str, Callable[[], Scenario]]]:
     """Yield the name of each scenario of a seed, and a function that makes it."""
-    for drawn, device, has_state in product(DRAWS, DEVICES, (False, True)):
-        name = f"{drawn}, {device}, recurrent states" if has_state else f"{drawn}, {device}"
-        yield name, partial(_make, seed, drawn, device, has_state)
+    for names in product(DRAWS, DEVICES, MODELS):
+        yield ", ".join(names), partial(_make, seed, *names)
 
 
-def _make(seed: int, drawn: str, device: str, has_state: bool) -> Scenario:
-    scenario = DEVICES[device](DRAWS[drawn](seed))
-    return scenario.with_state() if has_state else scenario
+def _make(seed: int, drawn: str, device: str, model: str) -> Scenario:
+    return MODELS[model](DEVICES[device](DRAWS[drawn](seed)))
 
 
 class Search:

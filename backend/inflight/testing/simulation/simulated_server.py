@@ -244,7 +244,8 @@ class SimulatedServer:
         assert 0 < batch.num_tokens <= self.scenario.config.max_num_tokens
         for chunk in batch.context:
             end = chunk.start + len(chunk.token_ids)
-            assert chunk.is_last or end % self.scenario.limits.tokens_per_block == 0, (
+            is_boundary = end % self.scenario.limits.tokens_per_block == 0
+            assert chunk.is_last or is_boundary or self.scenario.limits.has_spans, (
                 "a chunk ends inside a block"
             )
         outcome.count(batch)

@@ -46,6 +46,7 @@ struct AttentionShape {
   int recent, sinks;  // window; recent 0: all earlier keys
   float scale, soft_cap;  // of scores; 0: no cap
   const float* learned_sinks;  // [heads], an additional score in each row's softmax, without a value; or null
+  const int64_t* ends;         // [rows], the last position that each row sees; null: its own
   int group() const { return heads / kv_heads; }
   int rows_per_tile() const { return std::max(1, kTile / group()); }
   int64_t head_elements() const { return static_cast<int64_t>(head_dim) * tokens_per_block; }
@@ -95,7 +96,7 @@ struct TileState {
   alignas(64) typename E::Operand weights[kTile][kGroupsAtOnce * kLanes];
   alignas(64) float sums[kTile][kMaxHeadDim];
   float largest[kTile], total[kTile];
-  int64_t position[kTile];
+  int64_t position[kTile], end[kTile];
 };
 
 // Up to 16 groups of 16 keys, side by side, that are scored together and whose values are summed together.
@@ -116,7 +117,8 @@ class CacheReader {
   CacheReader(const AttentionShape& shape, const Tile& tile, const LayerCache<C>& cache, const int64_t* block_table)
       : shape_(shape), cache_(cache), block_table_(block_table), kv_head_(tile.kv_head) {
     const int64_t first_position = tile.span.start + (tile.begin - tile.span.begin);
-    last_position_ = first_position + (tile.end - tile.begin) - 1;
+    last_position_ = shape.ends ? *std::max_element(shape.ends + tile.begin, shape.ends + tile.end)
+                                : first_position + (tile.end - tile.begin) - 1;
     oldest_ = shape.recent ? std::max<int64_t>(0, first_position - shape.recent + 1) : 0;
     sink_blocks_ = shape.recent ? (shape.sinks + shape.tokens_per_block - 1) / shape.tokens_per_block : 0;
   }
@@ -341,11 +343,11 @@ inline void soften(TileState<E>& state, int num_vectors, const KeyGroups<C>& gro
   const Floats hidden_score = floats(-std::numeric_limits<float>::infinity());
   const Ints lanes = lane_numbers();
   for (int m = 0; m < num_vectors; ++m) {
-    const int position = static_cast<int>(state.position[m]);
+    const int position = static_cast<int>(state.position[m]), end = static_cast<int>(state.end[m]);
     Floats largest = hidden_score;
     for (int g = 0; g < groups.count; ++g) {
       const Ints keys = add(ints(static_cast<int>(groups.first_keys[g])), lanes);
-      Mask seen = at_most(keys, ints(position)) & first_lanes(groups.num_keys[g]);
+      Mask seen = at_most(keys, ints(end)) & first_lanes(groups.num_keys[g]);
       if (shape.recent) {
         seen &= greater(keys, ints(position - shape.recent)) | less(keys, ints(shape.sinks));
       }
@@ -399,6 +401,7 @@ void attend_tile(TileState<E>& state, const AttentionShape& shape, const Tile& t
     const int head = tile.kv_head * group + m % group;
     E::load_operand(state.queries[m], queries + row * query_stride + static_cast<int64_t>(head) * head_dim, head_dim);
     state.position[m] = tile.span.start + (row - tile.span.begin);
+    state.end[m] = shape.ends ? shape.ends[row] : state.position[m];
     state.largest[m] = shape.learned_sinks ? shape.learned_sinks[head] : -std::numeric_limits<float>::infinity();
     state.total[m] = shape.learned_sinks ? 1.0f : 0.0f;
     std::memset(state.sums[m], 0, padded * sizeof(float));

@@ -536,6 +536,7 @@ class Decoder {
     attention.recent = layer.recent;
     attention.sinks = layer.sinks;
     attention.learned_sinks = layer.learned_sinks;
+    attention.ends = layer.is_bidirectional ? batch.ends : nullptr;
     read_cache(layer, batch, attention, qkv, read, thread);
     team_.barrier();
     contribute(output, read_width(), rows, layer.attention_post_norm, x, partial, thread,

@@ -120,6 +120,7 @@ struct Layer {
   float *key_scales, *value_scales;  // of a cache of levels
   Recurrent recurrent;
   int32_t recent, sinks;
+  int32_t is_bidirectional;  // whether rows see up to `Batch.ends`
   LatentLayer latent;
 };
 
@@ -158,6 +159,7 @@ struct Batch {
   void* kept;                      // [layers, num_kept, projected]: receives the drafts' rows in recurrent layers
   int64_t num_kept;
   const float *cos, *sin;          // [num_rows, rotary_dim / 2], instead of those of positions; or null
+  const int64_t* ends;  // [num_rows], the last position that each row sees in bidirectional layers; null: its own
 };
 
 template <class T>
