@@ -16,6 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from inflight.checkpoint_config import checkpoint_name
 from inflight.core.request.request import Request
+from inflight.engine.cpu import layout
+from inflight.engine.cpu.decoder import NativeDecoder
+from inflight.engine.cpu.packing import GROUPED
 from inflight.errors import ConfigError
 from inflight.gguf import folder as gguf_folder
 from inflight.hub import find_checkpoint
@@ -77,16 +80,27 @@ def test_logits_equal_those_of_dequantized_k_blocks(tmp_path: Path, kinds: str) 
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"), [("Q4_0", {MatrixKind.INT4}), ("Q8_0", {MatrixKind.INT8}), ("Q4_1", set())]
+    ("kind", "expected"),
+    [
+        ("Q4_0", {MatrixKind.INT4}),
+        ("Q5_0", {MatrixKind.INT8}),
+        ("Q8_0", {MatrixKind.INT8}),
+        ("Q6_K", {MatrixKind.INT8}),
+        ("Q4_1", set()),
+    ],
 )
 def test_matrices_stay_quantized_in_formats_that_hold_them(
     tmp_path: Path, kind: str, expected: set[MatrixKind]
 ) -> None:
-    model = write(tmp_path / "m.gguf", "llama", kind)
+    model = write(tmp_path / "m.gguf", "llama-wide" if kind == "Q6_K" else "llama", kind)
     folder = find_checkpoint(str(model.folder))
     assert set(quantized_kinds(read_model_description(folder))) == expected
     for kernels in (None, "torch"):
-        row = alone(load_engine(folder, dtype=None, kernels=kernels), model.prompt(20), 2)
+        engine = load_engine(folder, dtype=None, kernels=kernels)
+        if isinstance(engine.runner.decoder, NativeDecoder):
+            found = {layer.struct.down.kind for layer in engine.runner.decoder._packed}
+            assert found == ({GROUPED[kind] for kind in expected} or {layout.ELEMENT})
+        row = alone(engine, model.prompt(20), 2)
         exact = model.logits(row.tokens)[19:-1]
         error = (torch.stack(row.logits).float() - exact).std() / exact.std()
         assert error < 0.15, "only activations and products are rounded"

@@ -23,7 +23,7 @@ from torch import Tensor
 from inflight.checkpoint_config import DTYPES
 from inflight.gguf.architectures import Architecture, find_architecture
 from inflight.gguf.folder import GGUF_FILE
-from inflight.gguf.header import GgufHeader, read_tensors
+from inflight.gguf.header import GgufHeader, GgufTensor, read_tensors
 from inflight.gguf.tensor_names import READ_ELSEWHERE, StoredPart, TensorNames
 from inflight.models.checkpoint import Checkpoint, LevelsOfFile, TensorInfo
 from inflight.models.decoder_config import DecoderConfig
@@ -239,14 +239,18 @@ class _Source:
         assert dtype in DTYPES, "every float type of GGUF has a dtype"
         size = None
         if not kinds <= set(_FLOATS):
-            shares = (
-                tensor.num_bytes * math.prod(self._file.shape(part)) // math.prod(tensor.shape)
-                for part, tensor in zip(self._parts, tensors)
-            )
-            size = sum(shares)
+            size = sum(self._level_bytes(part, tensor) for part, tensor in zip(self._parts, tensors))
         checkpoint.add(
             name, TensorInfo(GGUF_FILE, self._shape, dtype, size), self.numbers, self._of_levels(checkpoint)
         )
+
+    def _level_bytes(self, part: StoredPart, tensor: GgufTensor) -> int:
+        """Return the size of a part's levels and scales: as stored, or as 8 bits with a float32 scale for each
+        group."""
+        count = math.prod(self._file.shape(part))
+        if tensor.type in _OF_8_BITS:
+            return count + 4 * count // _OF_8_BITS[tensor.type]
+        return tensor.num_bytes * count // math.prod(tensor.shape)
 
     def numbers(self) -> Tensor:
         """Return the tensor as a Hugging Face checkpoint has it; float32 if the file's tensors are quantized or of
@@ -294,6 +298,7 @@ class _Source:
 
 
 _MATRIX_KINDS = {"Q4_0": MatrixKind.INT4, "MXFP4": MatrixKind.FLOAT4}
+_OF_8_BITS = {"Q5_0": 32, "Q8_0": 32, "Q6_K": 16}  # inputs of a group
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -15,7 +15,7 @@
 #include "draw.h"
 #include "experts.h"
 #include "gemm.h"
-#include "int4.h"
+#include "groups.h"
 #include "int8.h"
 #include "lanes.h"
 #include "latent.h"
@@ -279,7 +279,7 @@ class Decoder {
     return ranks_.reserve(rows * by_adapter_.widest()) && added_.reserve(kMaxRowsOfTask * kPanel * team_.size());
   }
   static constexpr int kScratchRows = kRowsAtOnce + 2;
-  // A row in bfloat16 or float32 has at least as many pairs as in int8, and as in int4 with its scales.
+  // A row in bfloat16 or float32 has at least as many pairs as in int8, also in groups of 8.
   int64_t pairs_of_widest() const {
     const int widest = std::max({shape_.hidden, shape_.inner, shape_.expert_inner, shape_.shared_inner, read_width(),
                                  shape_.recurrent.output});
@@ -401,6 +401,7 @@ class Decoder {
       };
       if (linear.kind == kInt4) return of_groups(Int4{});
       if (linear.kind == kFloat4) return of_groups(Float4{});
+      if (linear.kind == kGroupedInt8) return of_groups(GroupedInt8{});
       const float* row_scales = row_scales_.get();
       const Packed<Int8> packed{static_cast<const uint8_t*>(linear.data), linear.columns, linear.inner};
       multiply<Int8>(reinterpret_cast<const RowOperand<Int8>*>(operand_.get()), tasks, packed, team_, thread, begin,

@@ -1,15 +1,17 @@
-// 4-bit weights in groups of inputs, each with a scale and a zero point, and activations quantized by row and group.
-// Weights are integers, or 4-bit floats (e2m1), whose doubled values are integers.
+// Weights of 4 or 8 bits in groups of inputs, each with a scale, and activations quantized by row and group. Weights are
+// integers of 4 bits with a zero point for each group, 4-bit floats (e2m1), whose doubled values are integers, or
+// integers of 8 bits.
 //
-// VNNI's unsigned operand is a level 0 .. 15, its signed operand an activation round(x / scale), with scale = max |x|
-// / 127 over the row's values of a group. A group's sum of products is exact; it starts with the zero points'
+// VNNI's unsigned operand is a level of a weight, its signed operand an activation round(x / scale), with scale = max
+// |x| / 127 over the row's values of a group. A group's sum of products is exact; it starts with the zero points'
 // contribution. Then it is scaled in float32 and added to the sums of the preceding groups.
 //
-// Layout of a panel's weights, group by group: a word for each of 32 columns, then [inputs / 8][32 columns][4 bytes].
-// Each byte has the level of an input in its lower half and the level of the fourth input after it in its upper half. A
-// word is the float32 scale, whose 5 lowest bits are replaced by the zero point, 0 .. 16: scales of 16 bits have
-// zeros there. Floats are converted to twice their value plus 16, so that they need no zero points; their scale is
-// half a power of two, and its word, in bfloat16, is half as long.
+// Layout of a panel's weights, group by group: a word for each of 32 columns, then [inputs / kAtOnce][32 columns][4
+// bytes]. With 4 bits, each byte has the level of an input in its lower half and the level of the fourth input after it
+// in its upper half. A word is the float32 scale. With 4-bit integers its 5 lowest bits are replaced by the zero point,
+// 0 .. 16: scales of 16 bits have zeros there. 8-bit integers are stored plus 128, their zero point. Floats are
+// converted to twice their value plus 16, so that they need no zero points; their scale is half a power of two, and its
+// word, in bfloat16, is half as long.
 //
 // Layout of an operand's row, group by group: its scale, the negated sum of its levels, the levels.
 #pragma once
@@ -19,35 +21,41 @@
 
 namespace inflight {
 
-template <bool kFloat>
-struct FourBits {
+template <int kNumBits, bool kFloat = false>
+struct InGroups {
   using Stored = uint8_t;
   using Operand = Stored;
   using Sums = Floats;
+  static constexpr int kBits = kNumBits;
   static constexpr bool kIsFloat = kFloat;
   static constexpr int kPair = 4, kWords = 1;
-  static constexpr int kZeroBits = 31;
-  static constexpr int kOfGroup = 8;  // bytes of an operand's group besides its levels
-  static constexpr int kAtOnce = 8;   // inputs
-  static constexpr int kUsualZeroBit = kIsFloat ? 4 : 3;  // zero points in symmetric checkpoints are 8
-  static constexpr int kWord = kIsFloat ? 2 : 4;          // bytes
+  static constexpr int kOfGroup = 8;             // bytes of an operand's group besides its levels
+  static constexpr int kLevels = 8 / kBits;      // of a byte
+  static constexpr int kAtOnce = kPair * kLevels;  // inputs
+  static constexpr int kZeroBits = kBits == 4 && !kIsFloat ? 31 : 0;
+  static constexpr int kUsualZeroBit = kIsFloat ? 4 : kBits - 1;  // zero points in symmetric checkpoints are 8, or 128
+  static constexpr int kWord = kIsFloat ? 2 : 4;                  // bytes
+  // Number of steps of kAtOnce inputs whose products, two at a time, have sums of 16 bits.
+  static constexpr int kMost = kBits == 8 ? 128 : kIsFloat ? 28 : 15;  // of a level, or its magnitude if signed
+  static constexpr int kFolded = 32767 / (2 * kLevels * kMost * 127);
 
   // Size of a group of `size` inputs in a panel, in bytes.
-  static constexpr int64_t panel_bytes(int size) { return kPanel * (kWord + size / 2); }
+  static constexpr int64_t panel_bytes(int size) { return kPanel * (kWord + size / kLevels); }
 };
-using Int4 = FourBits<false>;
-using Float4 = FourBits<true>;
+using Int4 = InGroups<4>;
+using Float4 = InGroups<4, true>;
+using GroupedInt8 = InGroups<8>;
 
 // `inner` and `begin` count bytes of an operand's row, in whole groups.
-template <bool kIsFloat>
-struct Packed<FourBits<kIsFloat>> {
+template <int kBits, bool kIsFloat>
+struct Packed<InGroups<kBits, kIsFloat>> {
   const uint8_t* data;
   int columns, inner;
   int group;  // bytes of an operand's group
   const uint8_t* panel(int index) const { return data + part_bytes(inner) * index; }
   const uint8_t* part(int index, int begin) const { return panel(index) + part_bytes(begin); }
   int64_t part_bytes(int inner) const {
-    using Type = FourBits<kIsFloat>;
+    using Type = InGroups<kBits, kIsFloat>;
     return inner / group * Type::panel_bytes(group - Type::kOfGroup);
   }
   int whole(int inner) const { return (inner + group - 1) / group * group; }
@@ -80,24 +88,24 @@ void quantize_groups(const typename E::Stored* source, int count, const int32_t*
   }
 }
 
-template <int kRows, bool kIsFloat, class Done>
-inline void run_rows(const uint8_t* block, int row, const Packed<FourBits<kIsFloat>>& w, int panel, const Part& part,
-                     const Ahead& ahead, Floats (*waiting)[2], const Done& done) {
+template <int kRows, int kBits, bool kIsFloat, class Done>
+inline void run_rows(const uint8_t* block, int row, const Packed<InGroups<kBits, kIsFloat>>& w, int panel,
+                     const Part& part, const Ahead& ahead, Floats (*waiting)[2], const Done& done) {
   if (part.begin == 0)
     for (int i = 0; i < kRows; ++i) waiting[i][0] = waiting[i][1] = floats(0.0f);
-  multiply_groups<FourBits<kIsFloat>, kRows>(block + static_cast<int64_t>(part.begin) * kRows, w.part(panel, part.begin),
-                                   part.end - part.begin, w.group, ahead, waiting);
+  multiply_groups<InGroups<kBits, kIsFloat>, kRows>(block + static_cast<int64_t>(part.begin) * kRows,
+                                                    w.part(panel, part.begin), part.end - part.begin, w.group, ahead,
+                                                    waiting);
   if (part.end == part.inner)
     for (int i = 0; i < kRows; ++i) done(row + i, panel, waiting[i][0], waiting[i][1]);
 }
 
-// Packs levels 0 .. 15, or the bits of floats, [rows, inner], and words of 4 bytes [rows, groups] to panels as above;
-// order[i] is the source row of column i, negative for zeros. Values after the last input are zero, as are the
-// corresponding activations.
-template <bool kIsFloat>
-void pack_four_bits(const uint8_t* levels, const uint32_t* words, const int64_t* order, int columns, int inner,
-                    int groups, int size, uint8_t* target, int num_threads) {
-  using Type = FourBits<kIsFloat>;
+// Packs levels 0 .. 15, the bits of floats, or int8, [rows, inner], and words of 4 bytes [rows, groups] to panels as
+// above; order[i] is the source row of column i, negative for zeros. Values after the last input have no effect, because
+// the corresponding activations are zero.
+template <class Type>
+void pack_groups(const uint8_t* levels, const uint32_t* words, const int64_t* order, int columns, int inner, int groups,
+                 int size, uint8_t* target, int num_threads) {
   const int panels = (columns + kPanel - 1) / kPanel;
   const int64_t panel_bytes = groups * Type::panel_bytes(size);
   in_parallel(num_threads, [&](int thread, int num) {
@@ -115,7 +123,8 @@ void pack_four_bits(const uint8_t* levels, const uint32_t* words, const int64_t*
           for (int k = group * size; k < (group + 1) * size; k += Type::kAtOnce, out += 4 * kPanel)
             for (int i = 0; i < 4; ++i) {
               const auto level = [&](int at) { return from < 0 || at >= inner ? 0 : levels[from * inner + at]; };
-              out[4 * lane + i] = static_cast<uint8_t>(level(k + i) | level(k + 4 + i) << 4);
+              out[4 * lane + i] = static_cast<uint8_t>(Type::kBits == 8 ? level(k + i) ^ 128
+                                                                        : level(k + i) | level(k + 4 + i) << 4);
             }
         }
       }
