@@ -158,12 +158,18 @@ class Packer(Sink[PackedLayer, PackedLinear]):
         """Return one weight matrix, with its bias, in the memory layout that compiled layers read."""
         return self._packed(iter((matrix,)), (1, *matrix.shape), bias, is_gated)
 
-    def head(self, matrix: Tensor) -> PackedLinear:
-        """Pack the output projection [vocab_size, hidden_size]; its format is `has_int8_head`'s."""
+    def head(self, matrix: StoredMatrix) -> PackedLinear:
+        """Pack the output projection [vocab_size, hidden_size]: as levels, or in `has_int8_head`'s format."""
+        if isinstance(matrix, GroupedMatrix):
+            return self.linear(matrix)
         self._tensors = []
         return PackedLinear(
             self._pack((matrix,), (1, *matrix.shape), self.has_int8_head), tuple(self._tensors), None
         )
+
+    @property
+    def keeps_head(self) -> bool:
+        return True
 
     def stack(
         self,

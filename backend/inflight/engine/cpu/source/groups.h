@@ -100,6 +100,25 @@ inline void run_rows(const uint8_t* block, int row, const Packed<InGroups<kBits,
     for (int i = 0; i < kRows; ++i) done(row + i, panel, waiting[i][0], waiting[i][1]);
 }
 
+// Unpacks one column as a row of `width` numbers.
+template <class E>
+void unpack_column(const Packed<GroupedInt8>& w, int64_t column, int width, typename E::Stored* out) {
+  const int size = w.group - GroupedInt8::kOfGroup;
+  const int64_t lane = column % kPanel;
+  const uint8_t* group = w.panel(static_cast<int>(column / kPanel));
+  for (int begin = 0; begin < width; begin += size, group += GroupedInt8::panel_bytes(size)) {
+    float scale;
+    std::memcpy(&scale, group + GroupedInt8::kWord * lane, sizeof scale);
+    const uint8_t* levels = group + kPanel * GroupedInt8::kWord + 4 * lane;
+    for (int i = 0; i < size; i += kLanes) {
+      float numbers[kLanes] = {};
+      for (int k = i; k < std::min(size, i + kLanes); ++k)
+        numbers[k - i] = scale * static_cast<float>(levels[k / 4 * 4 * kPanel + k % 4] - 128);
+      E::store(out + begin + i, inflight::load(numbers), first_lanes(std::min(size, width - begin) - i));
+    }
+  }
+}
+
 // Packs levels 0 .. 15, the bits of floats, or int8, [rows, inner], and words of 4 bytes [rows, groups] to panels as
 // above; order[i] is the source row of column i, negative for zeros. Values after the last input have no effect, because
 // the corresponding activations are zero.
