@@ -24,6 +24,7 @@ from inflight.config import FP8, INT8
 from inflight.engine_folder import is_engine_folder
 from inflight.errors import ConfigError, Unsupported
 from inflight.file_names import native
+from inflight.gguf.header import LEVEL_TYPES
 from inflight.processes import without_collection
 from inflight.ranks.topology import Mapping
 
@@ -256,11 +257,10 @@ def _begin_compiling(config: EngineConfig, path: str) -> None:
 
 def _keeps_integers(quantization: ConfigFile) -> bool:
     """Return whether a checkpoint needs the compiled code for int8 and 4 bits, as far as config.json shows."""
-    kept = {"Q4_0", "Q5_0", "Q6_K", "Q8_0", "MXFP4"}  # of a GGUF file
     by_method = {
         "awq": True,
         "gptq": quantization.value("bits") == 4 or quantization.value("sym") is True,
-        "gguf": not kept.isdisjoint(quantization.value("types") or ()),
+        "gguf": not LEVEL_TYPES.isdisjoint(quantization.value("types") or ()),
         "modelopt": quantization.value("quant_algo") == "NVFP4",
     }
     formats = ("pack-quantized", "int-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized")

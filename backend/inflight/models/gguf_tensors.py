@@ -23,7 +23,7 @@ from torch import Tensor
 from inflight.checkpoint_config import DTYPES
 from inflight.gguf.architectures import Architecture, find_architecture
 from inflight.gguf.folder import GGUF_FILE
-from inflight.gguf.header import GgufHeader, GgufTensor, read_tensors
+from inflight.gguf.header import LEVEL_TYPES, GgufHeader, GgufTensor, read_tensors
 from inflight.gguf.tensor_names import READ_ELSEWHERE, StoredPart, TensorNames
 from inflight.models.checkpoint import Checkpoint, LevelsOfFile, TensorInfo
 from inflight.models.decoder_config import DecoderConfig
@@ -368,3 +368,4 @@ def _mxfp4(stored: Tensor) -> Levels:
 _LEVELS: dict[str, Callable[[Tensor], Levels]] = {
     "Q4_0": _q4_0, "Q5_0": _q5_0, "Q6_K": _q6_k, "Q8_0": _q8_0, "MXFP4": _mxfp4,
 }  # fmt: skip
+assert _LEVELS.keys() == LEVEL_TYPES
