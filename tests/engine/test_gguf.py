@@ -195,6 +195,55 @@ def test_files_that_hold_no_whole_model_are_refused(tmp_path: Path) -> None:
             find_checkpoint(str(path))
 
 
+@pytest.fixture
+def parts(tmp_path: Path) -> tuple[ZooModel, list[Path]]:
+    """A model in three files, and their paths."""
+    (tmp_path / "split").mkdir()
+    model = write(tmp_path / "split" / "m.gguf", "llama", "Q8_0", most_tensors=10)
+    return model, sorted(model.folder.parent.iterdir())
+
+
+@pytest.mark.parametrize("named", [0, 2])
+def test_a_model_in_several_files_is_loaded(parts: tuple[ZooModel, list[Path]], named: int) -> None:
+    """Any of the files names the model."""
+    model, paths = parts
+    assert [path.name for path in paths] == [f"m-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+    folder = find_checkpoint(str(paths[named]))
+    assert folder == find_checkpoint(str(paths[0])) and checkpoint_name(folder) == "m"
+    _check(ZooModel(folder, model.oracle))
+
+
+def test_links_to_the_parts_of_a_model_are_followed(
+    parts: tuple[ZooModel, list[Path]], tmp_path: Path
+) -> None:
+    """The hub's cache has links with the names of parts, to files that have others."""
+    (tmp_path / "links").mkdir()
+    for index, path in enumerate(parts[1]):
+        path.rename(tmp_path / f"{index}")
+        (tmp_path / "links" / path.name).symlink_to(tmp_path / f"{index}")
+    folder = find_checkpoint(str(tmp_path / "links" / parts[1][0].name))
+    check_weights(read_model_description(folder))
+
+
+def test_parts_of_a_model_that_are_missing_or_have_wrong_names_are_refused(
+    parts: tuple[ZooModel, list[Path]],
+) -> None:
+    first, second, third = parts[1]
+    aside = second.rename(second.with_name("aside.gguf"))
+    with pytest.raises(
+        ConfigError, match=r"m-00002-of-00003\.gguf: .* does not exist; it is part 2 of 3 of m"
+    ):
+        find_checkpoint(str(first))
+    with pytest.raises(
+        ConfigError, match=r"'split\.count' is 3, expected 1, or a name such as MODEL-00001-of"
+    ):
+        find_checkpoint(str(aside))
+    third.rename(second)
+    aside.rename(third)
+    with pytest.raises(ConfigError, match=r"m-00002-of-00003\.gguf: key 'split\.no' is 2, expected 1"):
+        find_checkpoint(str(first))
+
+
 def test_a_tensor_of_another_shape_or_name_is_refused(tmp_path: Path) -> None:
     model = write(tmp_path / "m.gguf", "llama", "F32", feed__forward__length=97)
     with pytest.raises(ConfigError, match=r"model\.gguf: tensor .*mlp.* \[.*96.*\], expected \[.*97.*\]"):

@@ -231,7 +231,9 @@ def _mend_search(model: str, reason: str) -> str:
     if "cannot be written" in reason or "no folder to write" in reason:
         return "set XDG_CACHE_HOME to a folder of yours with room"
     if "split.count" in reason:
-        return "llama-gguf-split --merge FIRST_PART WHOLE_FILE of llama.cpp"
+        return "name the parts as llama.cpp does: MODEL-00001-of-00003.gguf"
+    if "it is part" in reason:
+        return "download the missing part"
     if "cannot be read" in reason or "not a complete GGUF file" in reason:
         return "download the file again: it is damaged, or only a part of it"
     return (
