@@ -54,12 +54,15 @@ def make_packer() -> Packer:
     return Packer(load_library("bfloat16", int8=True), torch.bfloat16, int8=False, num_threads=2)
 
 
+def make_handle(packer: Packer, hidden: int) -> Handle:
+    values = {"hidden": hidden, "heads": 1, "kv_heads": 1, "head_dim": 2, "tokens_per_block": 2}
+    values |= {"num_threads": packer.num_threads, "logits_scale": 1.0}
+    return Handle(packer.library, ShapeStruct(**values), (LayerStruct * 1)())
+
+
 def multiply(packer: Packer, packed: PackedLinear, x: Tensor) -> Tensor:
     """Multiply x [rows, inputs] bfloat16 by a packed matrix: [rows, columns] float32."""
-    values = {"hidden": x.shape[1], "heads": 1, "kv_heads": 1, "head_dim": 2, "tokens_per_block": 2}
-    values |= {"num_threads": packer.num_threads, "logits_scale": 1.0}
-    layers = (LayerStruct * 1)()
-    handle = Handle(packer.library, ShapeStruct(**values), layers)
+    handle = make_handle(packer, x.shape[1])
     out = torch.empty(len(x), packed.struct.columns)
     rows = torch.arange(len(x))
     data = x.contiguous().data_ptr(), rows.data_ptr(), len(x), out.data_ptr()
@@ -119,6 +122,19 @@ def test_groups_of_8_bits_keep_every_bit_of_their_scales() -> None:
     matrix, packer = draw_bytes(64, 32, 8), make_packer()
     found = multiply(packer, packer.linear(matrix, None), torch.eye(32).bfloat16())
     torch.testing.assert_close(found.T, matrix.dequantized(), rtol=2**-22, atol=0)
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "size"), [(70, 96, 32), (40, 72, 8), (33, 48, 24)])
+@pytest.mark.parametrize("count", [3, 200])
+def test_columns_of_8_bits_in_groups_are_unpacked(outputs: int, inputs: int, size: int, count: int) -> None:
+    """Up to 128 are unpacked on the caller's thread."""
+    matrix, packer = draw_bytes(outputs, inputs, size), make_packer()
+    packed = packer.linear(matrix, None)
+    ids = torch.randint(0, outputs, (count,), generator=torch.Generator().manual_seed(1))
+    found = torch.full((count, inputs), torch.nan, dtype=torch.bfloat16)
+    where = ids.data_ptr(), count, found.data_ptr()
+    packer.library.unpack_rows(make_handle(packer, inputs), ctypes.byref(packed.struct), *where)
+    assert torch.equal(found, matrix.dequantized()[ids].bfloat16())
 
 
 @pytest.mark.parametrize(
