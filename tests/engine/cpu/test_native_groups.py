@@ -128,6 +128,11 @@ def test_groups_of_8_bits_keep_every_bit_of_their_scales() -> None:
 @pytest.mark.parametrize("count", [3, 200])
 def test_columns_of_8_bits_in_groups_are_unpacked(outputs: int, inputs: int, size: int, count: int) -> None:
     """Up to 128 are unpacked on the caller's thread."""
+    check_columns(outputs, inputs, size, count)
+
+
+def check_columns(outputs: int, inputs: int, size: int, count: int) -> None:
+    """Compare columns that are unpacked as rows with the dequantized ones."""
     matrix, packer = draw_bytes(outputs, inputs, size), make_packer()
     packed = packer.linear(matrix, None)
     ids = torch.randint(0, outputs, (count,), generator=torch.Generator().manual_seed(1))

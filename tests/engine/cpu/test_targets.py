@@ -23,7 +23,14 @@ from inflight.sampling.row_kernels import RowKernels
 from tests.engine.cpu.targets import on_others
 from tests.engine.cpu.test_native_adapters import assert_as
 from tests.engine.cpu.test_native_adapters import serve as serve_with_adapter
-from tests.engine.cpu.test_native_groups import draw, draw_bytes, draw_floats, multiply, rounded
+from tests.engine.cpu.test_native_groups import (
+    check_columns,
+    draw,
+    draw_bytes,
+    draw_floats,
+    multiply,
+    rounded,
+)
 from tests.engine.driver import alone, load_engine
 from tests.engine.kernels import needs_native
 from tests.engine.merged import make_adapter
@@ -153,6 +160,11 @@ def test_the_largest_levels_do_not_overflow(kind: str) -> None:
     x = torch.full((2, 512), -3.0).bfloat16()
     x[1] = 3.0
     torch.testing.assert_close(multiply(packer, packed, x).double(), x.double() @ weight.T, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("size", [8, 24, 32])
+def test_columns_of_8_bits_in_groups_are_unpacked(size: int) -> None:
+    check_columns(70, 96, size, 200)
 
 
 @pytest.mark.parametrize("rank", [3, 8])
