@@ -38,6 +38,7 @@ from benchmarks.measuring.options import kv_cache_tokens, new_parser, positive
 from benchmarks.measuring.setup import ModelShape, cpu_name
 from benchmarks.measuring.workload import BenchRequest, WorkloadName, draw
 from inflight.errors import InflightError
+from inflight.hub import find_checkpoint
 from inflight.models import read_model_description
 from inflight.models.levels import MatrixKind
 from inflight.models.loader import quantized_kinds
@@ -99,7 +100,7 @@ class _InOrder(argparse.Action):
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = new_parser("compare", __doc__, allow_abbrev=False)
-    parser.add_argument("--model", type=Path, required=True, help="checkpoint folder")
+    parser.add_argument("--model", type=Path, required=True, help="checkpoint folder or GGUF file")
     of_a_peer = {"action": _InOrder, "dest": "peer_options", "default": []}
     parser.add_argument(
         "--peer", choices=PEER_NAMES, help="system to compare with; may be repeated", **of_a_peer
@@ -115,7 +116,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--dtype",
         choices=("bfloat16", "int8", "int4"),
         default="bfloat16",
-        help="int4: --model is a 4-bit checkpoint, which is run as it is",
+        help="int8 and int4: quantized checkpoints run as they are; int4: --model is a 4-bit checkpoint",
     )
     parser.add_argument("--workload", choices=("w", "lone", "both"), default="both")
     parser.add_argument("--rounds", type=positive, default=5)
@@ -132,6 +133,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     options = parser.parse_args(arguments)
     try:
+        options.model = find_checkpoint(str(options.model), may_fetch=False)
         model = read_model_description(options.model)
         options.shape = ModelShape.of(model.decoder)
         if (options.dtype == "int4") != (MatrixKind.INT4 in quantized_kinds(model)):

@@ -35,6 +35,7 @@ from inflight.engine.cpu.library import find_target
 from inflight.engine.engine import ModelEngine
 from inflight.engine.load_decoder import kept_by_compiled_layers, kept_kinds, weight_bytes
 from inflight.errors import InflightError
+from inflight.hub import find_checkpoint
 from inflight.load_model import LoadModel, load_model
 from inflight.models import read_model_description
 from inflight.models.registry import ModelDescription
@@ -202,6 +203,7 @@ def _with_kept_weights(setup: Setup, settings: Mapping[str, str], model: ModelDe
 
 
 def _run(options: Options) -> None:
+    options = replace(options, model=find_checkpoint(str(options.model), may_fetch=False))
     model = read_model_description(options.model)
     config = model.decoder
     requests = draw(options.workload, config.vocab_size, options.num_requests)

@@ -24,6 +24,7 @@ from inflight.config import FP8, INT8
 from inflight.engine_folder import is_engine_folder
 from inflight.errors import ConfigError, Unsupported
 from inflight.file_names import native
+from inflight.gguf.header import LEVEL_TYPES
 from inflight.processes import without_collection
 from inflight.ranks.topology import Mapping
 
@@ -251,7 +252,7 @@ def _begin_compiling(config: EngineConfig, path: str) -> None:
             facts = CheckpointFacts.read(path)
             dtype, quantization = facts.dtype, facts.quantization
             if dtype != "float32" and quantization is not None and _keeps_integers(quantization):
-                dtype = INT8  # the compiled code for int8 also handles 4 bits
+                dtype = INT8  # the compiled code for int8 also handles groups of 4 and 8 bits
     if dtype is not None and dtype != FP8:
         is_rounded = config.kv_cache_dtype != "auto"
         begin_loading("bfloat16" if dtype == INT8 else dtype, dtype == INT8, is_rounded)
@@ -259,9 +260,14 @@ def _begin_compiling(config: EngineConfig, path: str) -> None:
 
 def _keeps_integers(quantization: ConfigFile) -> bool:
     """Return whether a checkpoint needs the compiled code for int8 and 4 bits, as far as config.json shows."""
-    in_4_bits = not {"Q4_0", "MXFP4"}.isdisjoint(quantization.value("types") or ())  # of a GGUF file
-    by_method = {"awq": True, "gptq": quantization.value("bits") == 4, "gguf": in_4_bits}
-    is_integer = quantization.value("format") in ("pack-quantized", "int-quantized", "mxfp4-pack-quantized")
+    by_method = {
+        "awq": True,
+        "gptq": quantization.value("bits") == 4 or quantization.value("sym") is True,
+        "gguf": not LEVEL_TYPES.isdisjoint(quantization.value("types") or ()),
+        "modelopt": quantization.value("quant_algo") == "NVFP4",
+    }
+    formats = ("pack-quantized", "int-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized")
+    is_integer = quantization.value("format") in formats
     return by_method.get(str(quantization.value("quant_method")), is_integer)
 
 

@@ -321,6 +321,8 @@ def test_a_gguf_file_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found["checkpoint"].level is GREEN
     assert found["checkpoint"].says.startswith("LlamaForCausalLM, 3 layers, ")
     assert "a GGUF file of Q4_0, Q8_0 " in found["checkpoint"].says
+    says = check(write_gguf(tmp_path / "n.gguf", "llama", "Q4_1", "Q8_0").folder)["checkpoint"].says
+    assert "Q4_1, Q8_0 kept as it is (8 bits in groups of inputs; Q4_1 unpacked)" in says
     assert found["room"].level is GREEN and found["tokenizer"].level is YELLOW
 
 

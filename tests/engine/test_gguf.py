@@ -15,23 +15,31 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from transformers import AutoModelForCausalLM
 
 from inflight.checkpoint_config import checkpoint_name
-from inflight.core.request.request import Request
+from inflight.config import EngineConfig
+from inflight.core.request.request import OutputOptions, Request
+from inflight.engine.cpu import layout
+from inflight.engine.cpu.decoder import NativeDecoder
+from inflight.engine.cpu.packing import GROUPED
+from inflight.engine.load_decoder import weight_bytes
 from inflight.errors import ConfigError
 from inflight.gguf import folder as gguf_folder
 from inflight.hub import find_checkpoint
 from inflight.models.levels import MatrixKind
 from inflight.models.loader import check_weights, quantized_kinds
 from inflight.models.registry import read_model_description
+from inflight.models.sharding import Part
 from inflight.text.tokenizer import Tokenizer
 from tests.engine.driver import alone, load_engine
+from tests.engine.kernels import needs_native
 from tests.engine.ranks import ranks
-from tests.engine.serving import config_of, serve
+from tests.engine.serving import config_of, serve, to_torch
 from tests.models.gguf_files import CASES, write, write_model
 from tests.models.zoo import ZooModel
 from tests.models.zoo_configs import VOCAB_SIZE
 from tests.tiers import with_all
 
 DEMO_MODEL = Path(__file__).parents[2] / "model_repository" / "tensorrt_llm" / "1" / "demo_model"
+CPU = torch.device("cpu")
 LLAMA_CPP_PYTHON = os.environ.get("INFLIGHT_LLAMA_CPP_PYTHON")
 """The interpreter of an environment with llama-cpp-python."""
 
@@ -77,19 +85,56 @@ def test_logits_equal_those_of_dequantized_k_blocks(tmp_path: Path, kinds: str) 
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"), [("Q4_0", {MatrixKind.INT4}), ("Q8_0", {MatrixKind.INT8}), ("Q4_1", set())]
+    ("kind", "expected"),
+    [
+        ("Q4_0", {MatrixKind.INT4}),
+        ("Q5_0", {MatrixKind.INT8}),
+        ("Q8_0", {MatrixKind.INT8}),
+        ("Q6_K", {MatrixKind.INT8}),
+        ("Q4_1", set()),
+    ],
 )
 def test_matrices_stay_quantized_in_formats_that_hold_them(
     tmp_path: Path, kind: str, expected: set[MatrixKind]
 ) -> None:
-    model = write(tmp_path / "m.gguf", "llama", kind)
+    model = write(tmp_path / "m.gguf", "llama-wide" if kind == "Q6_K" else "llama", kind)
     folder = find_checkpoint(str(model.folder))
     assert set(quantized_kinds(read_model_description(folder))) == expected
     for kernels in (None, "torch"):
-        row = alone(load_engine(folder, dtype=None, kernels=kernels), model.prompt(20), 2)
+        engine = load_engine(folder, dtype=None, kernels=kernels)
+        if isinstance(engine.runner.decoder, NativeDecoder):
+            found = {layer.struct.down.kind for layer in engine.runner.decoder._packed}
+            assert found == ({GROUPED[kind] for kind in expected} or {layout.ELEMENT})
+        row = alone(engine, model.prompt(20), 2)
         exact = model.logits(row.tokens)[19:-1]
         error = (torch.stack(row.logits).float() - exact).std() / exact.std()
         assert error < 0.15, "only activations and products are rounded"
+
+
+@needs_native
+@pytest.mark.parametrize("case", ["llama", "llama-tied"])
+def test_the_output_projection_stays_in_8_bits(
+    tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A tied embedding is looked up in it, with the numbers that it represents."""
+    model = write(tmp_path / "m.gguf", case, "Q8_0")
+    folder = find_checkpoint(str(model.folder))
+    with caplog.at_level(logging.INFO):
+        engine = load_engine(folder, dtype=None)
+    assert "(12 in 8 bits in groups of inputs)" in caplog.text
+    assert "the output projection keeps it too" in caplog.text
+    decoder = engine.runner.decoder
+    assert isinstance(decoder, NativeDecoder) and decoder._lm_head.kind == layout.GROUPED_INT8
+    assert (decoder._embedding is None) == (case == "llama-tied")
+    ids = torch.arange(VOCAB_SIZE)
+    assert torch.equal(decoder._look_up(ids), model.oracle.get_input_embeddings().weight.bfloat16())
+    description = read_model_description(folder)
+    config = EngineConfig(str(folder), dtype=None, device="cpu")
+    expected = weight_bytes(config, description, CPU, Part.whole(description.decoder))
+    held = [tensor for layer in decoder._packed for tensor in layer.tensors]
+    held += [*decoder._lm_head_tensors, *([] if decoder._embedding is None else [decoder._embedding])]
+    found = sum(tensor.nbytes for tensor in held)
+    assert abs(found / expected - 1) < 0.05, "panels are whole, and norms are float32"
 
 
 @pytest.mark.parametrize(
@@ -150,6 +195,55 @@ def test_files_that_hold_no_whole_model_are_refused(tmp_path: Path) -> None:
             find_checkpoint(str(path))
 
 
+@pytest.fixture
+def parts(tmp_path: Path) -> tuple[ZooModel, list[Path]]:
+    """A model in three files, and their paths."""
+    (tmp_path / "split").mkdir()
+    model = write(tmp_path / "split" / "m.gguf", "llama", "Q8_0", most_tensors=10)
+    return model, sorted(model.folder.parent.iterdir())
+
+
+@pytest.mark.parametrize("named", [0, 2])
+def test_a_model_in_several_files_is_loaded(parts: tuple[ZooModel, list[Path]], named: int) -> None:
+    """Any of the files names the model."""
+    model, paths = parts
+    assert [path.name for path in paths] == [f"m-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+    folder = find_checkpoint(str(paths[named]))
+    assert folder == find_checkpoint(str(paths[0])) and checkpoint_name(folder) == "m"
+    _check(ZooModel(folder, model.oracle))
+
+
+def test_links_to_the_parts_of_a_model_are_followed(
+    parts: tuple[ZooModel, list[Path]], tmp_path: Path
+) -> None:
+    """The hub's cache has links with the names of parts, to files that have others."""
+    (tmp_path / "links").mkdir()
+    for index, path in enumerate(parts[1]):
+        path.rename(tmp_path / f"{index}")
+        (tmp_path / "links" / path.name).symlink_to(tmp_path / f"{index}")
+    folder = find_checkpoint(str(tmp_path / "links" / parts[1][0].name))
+    check_weights(read_model_description(folder))
+
+
+def test_parts_of_a_model_that_are_missing_or_have_wrong_names_are_refused(
+    parts: tuple[ZooModel, list[Path]],
+) -> None:
+    first, second, third = parts[1]
+    aside = second.rename(second.with_name("aside.gguf"))
+    with pytest.raises(
+        ConfigError, match=r"m-00002-of-00003\.gguf: .* does not exist; it is part 2 of 3 of m"
+    ):
+        find_checkpoint(str(first))
+    with pytest.raises(
+        ConfigError, match=r"'split\.count' is 3, expected 1, or a name such as MODEL-00001-of"
+    ):
+        find_checkpoint(str(aside))
+    third.rename(second)
+    aside.rename(third)
+    with pytest.raises(ConfigError, match=r"m-00002-of-00003\.gguf: key 'split\.no' is 2, expected 1"):
+        find_checkpoint(str(first))
+
+
 def test_a_tensor_of_another_shape_or_name_is_refused(tmp_path: Path) -> None:
     model = write(tmp_path / "m.gguf", "llama", "F32", feed__forward__length=97)
     with pytest.raises(ConfigError, match=r"model\.gguf: tensor .*mlp.* \[.*96.*\], expected \[.*97.*\]"):
@@ -177,6 +271,20 @@ def test_ranks_split_a_gguf_files_weights(tmp_path: Path, tp: int, pp: int) -> N
         served = serve(engine, config_of("chunked"), requests)
     for request in requests:
         assert served.tokens(request) == model.greedy(request.input_token_ids, 8)
+
+
+@needs_native
+@pytest.mark.parametrize(("tp", "pp"), with_all([(2, 1), (1, 2)], [(2, 1)]))
+def test_ranks_keep_8_bits_in_groups(tmp_path: Path, tp: int, pp: int) -> None:
+    """Two ranks have 48 of 96 inputs each: groups of 32 become groups of 16, whose inputs are rounded less."""
+    model = write(tmp_path / "m.gguf", "llama-tied", "Q8_0")
+    output = OutputOptions(return_generation_logits=True)
+    request = Request(1, model.prompt(30), 1, output=output)
+    with ranks(find_checkpoint(str(model.folder)), (tp, pp), dtype=None) as engine:
+        served = serve(engine, config_of("chunked"), [request])
+    exact = model.logits(request.input_token_ids)[-1]
+    (logits,) = served.result(request).generation_logits
+    assert (to_torch(logits)[0] - exact).square().mean().sqrt() < 0.15 * exact.std()
 
 
 def test_the_demo_model_as_a_gguf_file_gives_the_same_tokens(tmp_path: Path) -> None:

@@ -162,10 +162,10 @@ def test_quantized_checkpoints_may_be_quantized_again(zoo: Zoo, tmp_path: Path, 
     ("name", "said"),
     [
         ("ct-mxfp4", "keep the checkpoint's format (12 in 4-bit floats)"),
-        ("ct-nvfp4", "(21 in 8 bits with zero points, or in groups of inputs) are unpacked to bfloat16"),
+        ("ct-nvfp4", "keep the checkpoint's format (12 in 8 bits in groups of inputs)"),
     ],
 )
-def test_4_bit_floats_stay_in_compiled_layers_if_their_scales_are_powers_of_2(
+def test_4_bit_floats_stay_quantized_in_compiled_layers(
     zoo: Zoo, tmp_path: Path, name: str, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = write(zoo["llama-gqa"], tmp_path, FORMATS[name], dtype="bfloat16")

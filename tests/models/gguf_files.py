@@ -79,7 +79,9 @@ def write(path: Path, case: str, *kinds: str, **keys: Any) -> ZooModel:
     return write_model(path, CASES[case][0], make_oracle(case), *kinds, **keys)
 
 
-def write_model(path: Path, architecture: str, oracle: Any, *kinds: str, **keys: Any) -> ZooModel:
+def write_model(
+    path: Path, architecture: str, oracle: Any, *kinds: str, most_tensors: int = 0, **keys: Any
+) -> ZooModel:
     """Write a GGUF file; return its path, as the model's folder, and an oracle with the dequantized weights.
 
     Args:
@@ -87,9 +89,10 @@ def write_model(path: Path, architecture: str, oracle: Any, *kinds: str, **keys:
         architecture: llama.cpp's name of the model's family.
         oracle: transformers' model, whose weights change to the dequantized ones.
         kinds: Types of matrices, which take turns.
+        most_tensors: Write several files with at most this many tensors each, named like `path` and a number.
         keys: Further integers, by keys of the architecture in which "__" stands for "_" and "_" for ".".
     """
-    writer = GGUFWriter(path, architecture)
+    writer = GGUFWriter(path, architecture, split_max_tensors=most_tensors)
     _add_keys(writer, architecture, oracle.config)
     for key, value in keys.items():
         name = f"{architecture}.{key.replace('__', '-').replace('_', '.').replace('-', '_')}"

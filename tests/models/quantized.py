@@ -370,5 +370,6 @@ FORMATS = {
     "gptq-act-order": gptq(4, 32, True, True, "gptq"),
     "gptq-v2": gptq(4, 16, False, True, "gptq_v2"),
     "gptq-any-order": gptq(4, 32, True, True, "gptq", in_common=False),
-    "gptq-8": gptq(8, 32, False, True, None),
+    "gptq-8": gptq(8, 32, True, True, None),
+    "gptq-8-zeros": gptq(8, 32, False, True, None),
 }

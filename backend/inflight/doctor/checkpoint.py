@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from inflight.checkpoint_config import CheckpointFacts
 from inflight.doctor.finding import INSTALL, Finding, green, red, yellow
 from inflight.engine_folder import is_engine_folder
+from inflight.gguf.header import LEVEL_TYPES
 from inflight.pictures.families import INSTALL_PICTURES, has_vision_tower, missing_packages
 
 if TYPE_CHECKING:
@@ -208,10 +209,14 @@ def _quantization(facts: CheckpointFacts, kept: frozenset[MatrixKind]) -> str:
     if facts.quantization is None:
         return "not quantized"
     method = facts.quantization.text_or_none("quant_method")
+    unpacked = ""
     if method == "gguf":
-        method = f"a GGUF file of {', '.join(facts.quantization.texts('types'))}"
+        types = facts.quantization.texts("types")
+        method = f"a GGUF file of {', '.join(types)}"
+        if others := sorted(set(types) - LEVEL_TYPES):
+            unpacked = f"; {', '.join(others)} unpacked"
     if kept:
-        return f"{method} kept as it is ({' and '.join(sorted(kind.value for kind in kept))})"
+        return f"{method} kept as it is ({' and '.join(sorted(kind.value for kind in kept))}{unpacked})"
     return f"{method} unpacked when it is loaded"
 
 
@@ -226,7 +231,9 @@ def _mend_search(model: str, reason: str) -> str:
     if "cannot be written" in reason or "no folder to write" in reason:
         return "set XDG_CACHE_HOME to a folder of yours with room"
     if "split.count" in reason:
-        return "llama-gguf-split --merge FIRST_PART WHOLE_FILE of llama.cpp"
+        return "name the parts as llama.cpp does: MODEL-00001-of-00003.gguf"
+    if "it is part" in reason:
+        return "download the missing part"
     if "cannot be read" in reason or "not a complete GGUF file" in reason:
         return "download the file again: it is damaged, or only a part of it"
     return (

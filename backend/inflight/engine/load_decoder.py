@@ -174,8 +174,9 @@ def _load_packed(
     if levels is not None:
         _log.info(
             "quantized projections keep the checkpoint's format (%s) and round their inputs to int8; the output "
-            "projection is int8 by row; --dtype bfloat16 unpacks the weights and avoids rounding",
+            "projection %s; --dtype bfloat16 unpacks the weights and avoids rounding",
             levels,
+            "keeps it too" if levels.heads else "is int8 by row",
         )
         levels.warn(_log, f" to {str(computed).removeprefix('torch.')}")
     return Mapped(weights, packed.num_bytes)

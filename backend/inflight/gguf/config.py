@@ -109,11 +109,9 @@ def _token_ids(keys: ConfigFile) -> Json:
 
 
 def _refuse_other_files(keys: ConfigFile) -> None:
-    """Raise ConfigError unless the file contains one whole model."""
+    """Raise ConfigError unless the file is a model's."""
     if keys.text_or_none("general.type") not in (None, "model"):
         raise keys.error("general.type", "'model'")
-    if keys.value("split.count") not in (None, 0, 1):
-        raise keys.error("split.count", "1: join the parts first (llama-gguf-split --merge)")
 
 
 def _refuse_unread(architecture: str, keys: ConfigFile) -> None:

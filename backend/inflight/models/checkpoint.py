@@ -37,7 +37,7 @@ class TensorInfo:
         file: Name of the file inside the folder.
         shape: Dimensions.
         dtype: float32, bfloat16 or float16; for any other dtype, its name in the file format.
-        level_bytes: For a quantized matrix, the size of its levels and scales in the file, in bytes.
+        level_bytes: For a quantized matrix, the size of its levels and scales if they are kept, in bytes.
     """
 
     file: str

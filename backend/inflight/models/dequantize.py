@@ -54,7 +54,7 @@ def awq_levels(words: Tensor, zeros: Tensor, scales: Tensor) -> Levels:
 def gptq_levels(
     words: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor | None, bits: int, zero_offset: int
 ) -> Levels:
-    """Decode GPTQ's layout.
+    """Decode GPTQ's layout; 8-bit levels become signed if all zero points are 128.
 
     Args:
         words: [inputs * bits / 32, outputs] int32.
@@ -65,7 +65,9 @@ def gptq_levels(
         zero_offset: Added to stored zero points: 1 in the first version of the format, otherwise 0.
     """
     levels = unpack_bits(words.T.contiguous(), bits)
-    points = unpack_bits(zeros, bits).to(torch.int16).T + zero_offset
+    points: Tensor | None = unpack_bits(zeros, bits).to(torch.int16).T + zero_offset
+    if bits == 8 and bool((points == 128).all()):
+        levels, points = (levels ^ 128).view(torch.int8), None
     return Levels(levels, scales.T.float(), points, None if groups is None else groups.long(), bits)
 
 

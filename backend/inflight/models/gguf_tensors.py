@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -22,8 +23,8 @@ from torch import Tensor
 
 from inflight.checkpoint_config import DTYPES
 from inflight.gguf.architectures import Architecture, find_architecture
-from inflight.gguf.folder import GGUF_FILE
-from inflight.gguf.header import GgufHeader, read_tensors
+from inflight.gguf.folder import GGUF_FILE, gguf_files
+from inflight.gguf.header import LEVEL_TYPES, GgufHeader, GgufTensor, read_tensors
 from inflight.gguf.tensor_names import READ_ELSEWHERE, StoredPart, TensorNames
 from inflight.models.checkpoint import Checkpoint, LevelsOfFile, TensorInfo
 from inflight.models.decoder_config import DecoderConfig
@@ -47,7 +48,7 @@ def add_gguf_tensors(checkpoint: Checkpoint, model: ModelDescription) -> None:
     Raises:
         ConfigError: The file is missing or damaged, or has tensors of unsupported types.
     """
-    header = read_tensors((checkpoint.folder / GGUF_FILE).resolve())
+    header = read_tensors(gguf_files(checkpoint.folder))
     file, decoder = _MappedGguf(header), model.decoder
     names, changes = TensorNames(header, decoder.num_layers), _Changes(find_architecture(header), decoder)
     used: set[str] = set()
@@ -73,7 +74,7 @@ def _is_left_out(stored: str, decoder: DecoderConfig) -> bool:
 
 def log_unpacked(checkpoint: Checkpoint) -> None:
     """Log how many quantized matrices are unpacked, if any, because `Levels` cannot represent them exactly."""
-    header = read_tensors((checkpoint.folder / GGUF_FILE).resolve())
+    header = read_tensors(gguf_files(checkpoint.folder))
     counts = Counter(
         tensor.type
         for tensor in header.tensors.values()
@@ -89,14 +90,11 @@ def log_unpacked(checkpoint: Checkpoint) -> None:
 
 
 class _MappedGguf:
-    """A memory-mapped GGUF file. It stays mapped while any of its tensors exists."""
+    """A model's GGUF files, memory-mapped. A file stays mapped while any of its tensors exists."""
 
     def __init__(self, header: GgufHeader) -> None:
         self.header = header
-        with header.path.open("rb") as file:
-            # Private pages, which are writable: torch warns of read-only memory, although nothing writes to it.
-            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        self._bytes = torch.frombuffer(pages, dtype=torch.uint8)
+        self._bytes = {path: _map(path) for path in {tensor.file for tensor in header.tensors.values()}}
 
     def kind(self, part: StoredPart) -> str:
         """Return the name of a part's type."""
@@ -111,7 +109,7 @@ class _MappedGguf:
     def stored(self, part: StoredPart) -> Tensor:
         """Return a part's bytes, mapped: uint8 [rows, bytes of a row]."""
         tensor = self.header.tensors[part.name]
-        stored = self._bytes[tensor.offset : tensor.offset + tensor.num_bytes]
+        stored = self._bytes[tensor.file][tensor.offset : tensor.offset + tensor.num_bytes]
         if part.index is not None:
             stored = stored.view(tensor.shape[0], -1)[part.index]
         rows = math.prod(self.shape(part)[:-1]) if len(self.shape(part)) > 1 else 1
@@ -133,6 +131,12 @@ class _MappedGguf:
         numbers: Any = untyped.dequantize(blocks, untyped.GGMLQuantizationType[kind])
         found: Tensor = torch.from_numpy(numbers)  # pyright: ignore[reportUnknownMemberType]
         return found.view(self.shape(part))
+
+
+def _map(path: Path) -> Tensor:
+    with path.open("rb") as file:
+        # Private pages, which are writable: torch warns of read-only memory, although nothing writes to it.
+        return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
 
 
 class _Changes:
@@ -239,14 +243,18 @@ class _Source:
         assert dtype in DTYPES, "every float type of GGUF has a dtype"
         size = None
         if not kinds <= set(_FLOATS):
-            shares = (
-                tensor.num_bytes * math.prod(self._file.shape(part)) // math.prod(tensor.shape)
-                for part, tensor in zip(self._parts, tensors)
-            )
-            size = sum(shares)
+            size = sum(self._level_bytes(part, tensor) for part, tensor in zip(self._parts, tensors))
         checkpoint.add(
             name, TensorInfo(GGUF_FILE, self._shape, dtype, size), self.numbers, self._of_levels(checkpoint)
         )
+
+    def _level_bytes(self, part: StoredPart, tensor: GgufTensor) -> int:
+        """Return the size of a part's levels and scales: as stored, or as 8 bits with a float32 scale for each
+        group."""
+        count = math.prod(self._file.shape(part))
+        if tensor.type in _OF_8_BITS:
+            return count + 4 * count // _OF_8_BITS[tensor.type]
+        return tensor.num_bytes * count // math.prod(tensor.shape)
 
     def numbers(self) -> Tensor:
         """Return the tensor as a Hugging Face checkpoint has it; float32 if the file's tensors are quantized or of
@@ -294,6 +302,7 @@ class _Source:
 
 
 _MATRIX_KINDS = {"Q4_0": MatrixKind.INT4, "MXFP4": MatrixKind.FLOAT4}
+_OF_8_BITS = {"Q5_0": 32, "Q8_0": 32, "Q6_K": 16}  # inputs of a group
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -363,3 +372,4 @@ def _mxfp4(stored: Tensor) -> Levels:
 _LEVELS: dict[str, Callable[[Tensor], Levels]] = {
     "Q4_0": _q4_0, "Q5_0": _q5_0, "Q6_K": _q6_k, "Q8_0": _q8_0, "MXFP4": _mxfp4,
 }  # fmt: skip
+assert _LEVELS.keys() == LEVEL_TYPES

@@ -38,7 +38,8 @@ class MatrixKind(Enum):
     INT4 = "4 bits"
     FLOAT4 = "4-bit floats"
     INT8_BY_ROW = "int8 with a scale for each row"
-    INT8 = "8 bits with zero points, or in groups of inputs"
+    INT8 = "8 bits in groups of inputs"
+    INT8_ZEROS = "8 bits with zero points"
     FLOAT8_BY_ROW = "float8 with a scale for each row"
     FLOAT8 = "float8 in blocks"
 
@@ -171,6 +172,8 @@ class GroupedMatrix:
             return MatrixKind.FLOAT4 if self.is_float4 else MatrixKind.INT4
         if self.values.is_floating_point():
             return MatrixKind.FLOAT8_BY_ROW if is_by_row else MatrixKind.FLOAT8
+        if self.zeros is not None:
+            return MatrixKind.INT8_ZEROS
         return MatrixKind.INT8_BY_ROW if is_by_row else MatrixKind.INT8
 
     @property

@@ -7,7 +7,7 @@ a load. A long load shows its progress (`inflight.progress`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Mapping, Set
 
 import torch
 
@@ -19,10 +19,10 @@ from inflight.models.fitting import fitted, log_left_out, log_untied, untied
 from inflight.models.levels import MatrixKind
 from inflight.models.registry import ModelDescription
 from inflight.models.sharding import Part
-from inflight.models.sink import KeptLevels, Sink
-from inflight.models.survey import survey
+from inflight.models.sink import KeptLevels, Sink, is_small_head
+from inflight.models.survey import Survey, survey
 from inflight.models.weight_reader import WeightReader
-from inflight.models.weight_sources import stored_shapes, tensors
+from inflight.models.weight_sources import TensorSource, stored_shapes, tensors
 from inflight.progress import load_progress
 
 
@@ -76,30 +76,46 @@ def num_weight_bytes(
         linear_dtype: Dtype of linear layers' matrices.
         kept: Formats of quantized matrices in the layers that stay quantized as in the checkpoint.
         part: One rank's part; None: the whole model.
-        head_dtype: Dtype of the output projection; None: `linear_dtype`. If it differs from `dtype`, a tied
-            embedding is stored twice.
+        head_dtype: Dtype of the output projection, which stays quantized if `is_small_head`; None:
+            `linear_dtype`, and it does not. If it differs from `dtype`, a tied embedding is stored twice.
     """
-    part, head_dtype = part or Part.whole(model.decoder), head_dtype or linear_dtype
+    part = part or Part.whole(model.decoder)
     found = survey(model)
     model = found.model
     of_levels = {name: size for name, (kind, size) in found.levels.items() if kind in kept}
     sources = find_sources(model, part)
+    head = sources.lm_head or sources.embedding if part.is_last_stage else None
+    keeps_head = head_dtype is not None and head is not None and _is_small_head(head, found)
+    head_dtype = head_dtype or linear_dtype
     of_layers = sources.token_inputs
     looked_up = (sources.embedding, sources.position_embedding, of_layers and of_layers.embedding)
     total = 0
     for tensor in tensors(sources):
-        if tensor in looked_up:
+        if tensor == head and keeps_head:
+            total += _level_bytes(tensor, of_levels)
+        elif tensor in looked_up:
             total += tensor.num_bytes(dtype)
         elif tensor == sources.lm_head:
             total += tensor.num_bytes(head_dtype)
         elif all(stored_rows.name in of_levels for stored_rows in tensor.parts):
-            total += sum(int(of_levels[each.name] * tensor.share_read(each)) for each in tensor.parts)
+            total += _level_bytes(tensor, of_levels)
         else:
             total += tensor.num_bytes(dtype if tensor.columns is None else linear_dtype)
     is_tied = model.decoder.tied_embeddings and part.is_last_stage
-    if sources.embedding is not None and is_tied and head_dtype != dtype:
+    if sources.embedding is not None and is_tied and head_dtype != dtype and not keeps_head:
         total += sources.embedding.num_bytes(head_dtype)
     return total
+
+
+def _level_bytes(tensor: TensorSource, of_levels: Mapping[str, int]) -> int:
+    return sum(int(of_levels[each.name] * tensor.share_read(each)) for each in tensor.parts)
+
+
+def _is_small_head(head: TensorSource, found: Survey) -> bool:
+    return all(
+        each.name in found.levels and is_small_head(*found.levels[each.name], each.rows * (head.columns or 0))
+        for each in head.parts
+    )
 
 
 def num_parameters(model: ModelDescription) -> tuple[int, int]:

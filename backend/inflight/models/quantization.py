@@ -55,6 +55,7 @@ class Quantization:
         group_size: For AWQ and GPTQ: number of inputs in a group; the last group may be smaller. None: not stated.
         has_order: For GPTQ: whether a group's inputs need not be side by side; then a tensor has each
             input's group.
+        is_symmetric: For GPTQ: whether all zero points are the middle of the range.
         is_of_stacks: Whether only stacked experts, in one tensor per layer, are quantized (`stacked_experts.py`).
     """
 
@@ -63,6 +64,7 @@ class Quantization:
     zero_offset: int = 0
     group_size: int | None = None
     has_order: bool = False
+    is_symmetric: bool = False
     is_of_stacks: bool = False
 
 
@@ -195,6 +197,7 @@ def _read_gptq(section: ConfigFile) -> Quantization:
         zero_offset=0 if layout == "gptq_v2" else 1,
         group_size=_group_size(section, "group_size"),
         has_order=section.value("desc_act") is True,
+        is_symmetric=section.value("sym") is True,
     )
     _refuse_unread(
         section, "sym", "damp_percent", "damp_auto_increment", "true_sequential",

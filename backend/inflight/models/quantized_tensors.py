@@ -212,7 +212,8 @@ def _unpack_gptq(checkpoint: Checkpoint, quantization: Quantization) -> None:
             of_inputs = parts.read_if_there("g_idx") if of_inputs is None else of_inputs
             return gptq_levels(*stored, of_inputs, bits, quantization.zero_offset)
 
-        parts.add((outputs, inputs), MatrixKind.INT4 if bits == 4 else MatrixKind.INT8, make)
+        of_8_bits = _of_int8(groups == 1, not quantization.is_symmetric)
+        parts.add((outputs, inputs), MatrixKind.INT4 if bits == 4 else of_8_bits, make)
 
 
 def _short_last_group(inputs: int, groups: int, size: int | None) -> Tensor | None:
@@ -260,12 +261,14 @@ def _unpack_packed(parts: _Parts) -> None:
         stored = parts.read("weight_packed"), parts.read("weight_scale")
         return packed_levels(*stored, zeros, of_inputs, bits, inputs)
 
-    is_by_row = groups == 1 and "weight_zero_point" not in parts.infos
-    parts.add(
-        (outputs, inputs),
-        MatrixKind.INT4 if bits == 4 else MatrixKind.INT8_BY_ROW if is_by_row else MatrixKind.INT8,
-        make,
-    )
+    has_zeros = "weight_zero_point" in parts.infos
+    parts.add((outputs, inputs), MatrixKind.INT4 if bits == 4 else _of_int8(groups == 1, has_zeros), make)
+
+
+def _of_int8(is_by_row: bool, has_zeros: bool) -> MatrixKind:
+    if has_zeros:
+        return MatrixKind.INT8_ZEROS
+    return MatrixKind.INT8_BY_ROW if is_by_row else MatrixKind.INT8
 
 
 def _unpack_mxfp4(parts: _Parts) -> None:
@@ -301,7 +304,8 @@ def _unpack_nvfp4(parts: _Parts, packed: str, factor: str) -> None:
         scales, number = parts.read("weight_scale").float(), parts.read(factor)
         return nvfp4_levels(parts.read(packed), scales / number if factor == _DIVISOR else scales * number)
 
-    parts.add((outputs, inputs), MatrixKind.INT8, make, outputs * inputs)
+    scale_bytes = 4 * outputs * inputs // _NVFP4_GROUP  # float32
+    parts.add((outputs, inputs), MatrixKind.INT8, make, outputs * inputs + scale_bytes)
 
 
 def _unpack_levels(parts: _Parts, kind: str, block: tuple[int, int] | None) -> None:
@@ -330,6 +334,5 @@ def _unpack_levels(parts: _Parts, kind: str, block: tuple[int, int] | None) -> N
     if parts.infos["weight"].dtype == FLOAT8:
         of_levels = MatrixKind.FLOAT8_BY_ROW if is_by_row else MatrixKind.FLOAT8
     else:
-        has_zeros = "weight_zero_point" in parts.infos
-        of_levels = MatrixKind.INT8_BY_ROW if is_by_row and not has_zeros else MatrixKind.INT8
+        of_levels = _of_int8(is_by_row, "weight_zero_point" in parts.infos)
     parts.add((outputs, inputs), of_levels, make)

@@ -60,9 +60,15 @@ class Sink(ABC, Generic[LayerT, LinearT]):
             is_gated: Whether each matrix is gate above up.
         """
 
-    def head(self, matrix: Tensor) -> LinearT:
-        """Convert the output projection."""
+    def head(self, matrix: StoredMatrix) -> LinearT:
+        """Convert the output projection; levels only if `keeps_head`."""
         return self.linear(matrix)
+
+    @property
+    def keeps_head(self) -> bool:
+        """Whether the output projection is accepted as levels if `is_small_head`; a tied embedding is then looked
+        up in it."""
+        return False
 
     def why_unpacked(self, matrix: GroupedMatrix, is_stack: bool) -> str:
         """Return the reason why this sink needs a quantized matrix as numbers; "" if it accepts levels.
@@ -76,16 +82,23 @@ class Sink(ABC, Generic[LayerT, LinearT]):
         """Convert a layer, whose projections are results of the methods above."""
 
 
+def is_small_head(kind: MatrixKind, num_bytes: int, num_weights: int) -> bool:
+    """Whether the levels of an output projection take at most an eighth more memory than int8 by row."""
+    return kind is MatrixKind.INT8 and 8 * num_bytes <= 9 * num_weights
+
+
 @dataclass(frozen=True, slots=True)
 class KeptLevels:
     """Requests that a load keep matrices quantized, and records which matrices were kept.
 
     Attributes:
         counts: Number of projections, or stacks of experts' projections, kept in each format.
+        heads: Number of output projections, at most 1, kept in each format.
         unpacked: By reason, the first matrix of each quantized projection that was not kept.
     """
 
     counts: Counter[MatrixKind] = field(default_factory=Counter[MatrixKind])
+    heads: Counter[MatrixKind] = field(default_factory=Counter[MatrixKind])
     unpacked: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
 
     def note_unpacked(self, name: str, reason: str) -> None:

@@ -6,6 +6,7 @@ as soon as it is read: a load needs no more memory than the converted model and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Generic
 
@@ -31,7 +32,7 @@ from inflight.models.decoder_weights import (
 )
 from inflight.models.levels import GroupedMatrix, stack_rows
 from inflight.models.recurrent import RecurrentWeights
-from inflight.models.sink import KeptLevels, Sink
+from inflight.models.sink import KeptLevels, Sink, is_small_head
 from inflight.models.weight_sources import (
     AltUpSources,
     DecoderSources,
@@ -84,19 +85,22 @@ class WeightReader(Generic[LayerT, LinearT]):
     def read(self, sources: DecoderSources) -> DecoderWeights[LayerT, LinearT]:
         """Return the weights of a part of a model, as converted by the sink."""
         embedding = position_embedding = embedding_norm = final_norm = lm_head = None
-        if sources.embedding is not None:
+        if sources.final_norm is not None:
+            lm_head = self._kept_head(sources)
+        if sources.embedding is not None and (lm_head is None or sources.lm_head is not None):
             embedding = self._plain(sources.embedding)
         if sources.position_embedding is not None:
             position_embedding = self._plain(sources.position_embedding)
         if sources.embedding_norm is not None:
             embedding_norm = self._norm(sources.embedding_norm, self._plain)
-        if sources.final_norm is not None:
+        if sources.final_norm is not None and lm_head is None:
             table = embedding if sources.lm_head is None else self._plain(sources.lm_head)
             assert table is not None, "the last stage has the output projection or the tied embedding"
             lm_head = self._sink.head(table)
             if sources.lm_head is None and not self._sink.keeps_tied_embedding:
                 embedding = None
             del table
+        if sources.final_norm is not None:
             final_norm = self._norm(sources.final_norm, self._plain)
         token_inputs = None if sources.token_inputs is None else self._token_inputs(sources.token_inputs)
         streams = None if sources.streams is None else self._streams(sources.streams)
@@ -111,6 +115,25 @@ class WeightReader(Generic[LayerT, LinearT]):
             streams,
             embedding_norm,
         )
+
+    def _kept_head(self, sources: DecoderSources) -> LinearT | None:
+        """Return the output projection, which may be the tied embedding, if the sink accepts its levels."""
+        source = sources.lm_head or sources.embedding
+        if self._kept is None or source is None or not self._sink.keeps_head:
+            return None
+        for name in (part.name for part in source.parts):
+            info, of_file = self._checkpoint.tensors[name], self._checkpoint.levels.get(name)
+            if of_file is None or not is_small_head(
+                of_file.kind, info.level_bytes or 0, math.prod(info.shape)
+            ):
+                return None
+        levels = self._levels(source)
+        if levels is None or self._sink.why_unpacked(levels, is_stack=False):
+            return None
+        head = self._sink.head(levels)
+        self._kept.heads[levels.kind] += 1
+        self._release(source)
+        return head
 
     def _token_inputs(self, sources: TokenInputSources) -> TokenInputWeights:
         return TokenInputWeights(

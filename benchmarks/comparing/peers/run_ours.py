@@ -15,8 +15,16 @@ from benchmarks.measuring.options import Options, engine_settings
 from benchmarks.measuring.setup import value_bytes
 from benchmarks.measuring.workload import BenchRequest
 from benchmarks.offline import InProcess
+from inflight.models.registry import read_model_description
 
 _MAX_NUM_TOKENS = 2048  # of an iteration
+
+
+def _stays_quantized(setting: Setting) -> bool:
+    """Whether the checkpoint has quantized weights, which are run as they are."""
+    if setting.dtype == "int4":
+        return True
+    return setting.dtype == "int8" and read_model_description(setting.model).quantization is not None
 
 
 class _Ours(System):
@@ -27,7 +35,7 @@ class _Ours(System):
             "w",
             together,
             together,
-            None if setting.dtype == "int4" else setting.dtype,  # the checkpoint's quantized weights
+            None if _stays_quantized(setting) else setting.dtype,
             None,
             setting.threads,
             _MAX_NUM_TOKENS,

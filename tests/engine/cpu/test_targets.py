@@ -5,6 +5,8 @@ Every kernel is tested, with `scripts/test --all` only: a library takes 20 to 40
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,11 +18,19 @@ from inflight.engine.cpu.packing import PackedLinear, Packer
 from inflight.engine.cpu.row_kernels import NativeRowKernels
 from inflight.engine.cpu.structs import Handle, LayerStruct, ShapeStruct
 from inflight.engine.quantize import quantize_int8
+from inflight.models.levels import GroupedMatrix
 from inflight.sampling.row_kernels import RowKernels
 from tests.engine.cpu.targets import on_others
 from tests.engine.cpu.test_native_adapters import assert_as
 from tests.engine.cpu.test_native_adapters import serve as serve_with_adapter
-from tests.engine.cpu.test_native_int4 import draw, draw_floats, multiply, rounded
+from tests.engine.cpu.test_native_groups import (
+    check_columns,
+    draw,
+    draw_bytes,
+    draw_floats,
+    multiply,
+    rounded,
+)
 from tests.engine.driver import alone, load_engine
 from tests.engine.kernels import needs_native
 from tests.engine.merged import make_adapter
@@ -99,11 +109,17 @@ def test_rounded_keys_and_values_are_read_as_with_torch(zoo: Zoo, kind: str) -> 
     check_rounded_cache(zoo["llama-gqa"], "bfloat16", kind, 0.1)
 
 
+GROUPED: dict[str, Callable[[int, int], GroupedMatrix]] = {
+    "int4": partial(draw, size=32),
+    "float4": draw_floats,
+    "grouped int8": partial(draw_bytes, size=32),
+}
+
+
 def pack(kind: str, outputs: int, inputs: int) -> tuple[PackedLinear, Packer, Tensor]:
     """Return a random packed matrix, and the represented values in float64."""
-    if kind in ("int4", "float4"):
-        packer = make_packer()
-        matrix = draw(outputs, inputs, 32) if kind == "int4" else draw_floats(outputs, inputs)
+    if kind in GROUPED:
+        packer, matrix = make_packer(), GROUPED[kind](outputs, inputs)
         return packer.linear(matrix), packer, matrix.dequantized().double()
     packer = make_packer(torch.float32 if kind == "float32" else torch.bfloat16, int8=kind == "int8")
     weight = normal(outputs, inputs, seed=7).to(packer.dtype)
@@ -120,7 +136,7 @@ def check_product(kind: str, outputs: int, inputs: int) -> None:
     packed, packer, weight = pack(kind, outputs, inputs)
     x = normal(13, inputs).to(packer.dtype)
     together = multiply(packer, packed, x)
-    size = {"int8": inputs, "int4": 32, "float4": 32}.get(kind)
+    size = inputs if kind == "int8" else 32 if kind in GROUPED else None
     expected = (x.double() if size is None else rounded(x, size)) @ weight.T
     torch.testing.assert_close(together.double(), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
     for count in (1, 2, 3, 4, 5, 6, 11):
@@ -133,29 +149,34 @@ def test_float32_products_are_right_for_any_number_of_rows(outputs: int, inputs:
 
 
 @SIZES
-@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4", "float4"])
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", *GROUPED])
 def test_products_in_fewer_bits_are_right_for_any_number_of_rows(
     kind: str, outputs: int, inputs: int
 ) -> None:
     check_product(kind, outputs, inputs)
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4", "float4"])
+@pytest.mark.parametrize("kind", ["int8", *GROUPED])
 def test_the_largest_levels_do_not_overflow(kind: str) -> None:
     """All products have the same sign and maximum size."""
-    packer, matrix = make_packer(int8=kind == "int8"), draw(32, 512, 128)
+    packer = make_packer(int8=kind == "int8")
     if kind == "int8":
         weight = torch.full((32, 512), -1.0).bfloat16()
         packed, weight = packer.linear(weight), weight.double()
     else:
-        matrix = draw_floats(32, 512) if kind == "float4" else matrix
-        matrix.values.fill_(7 if kind == "float4" else 15)
+        matrix = GROUPED[kind](32, 512)
+        matrix.values.fill_({"int4": 15, "float4": 7, "grouped int8": -128}[kind])
         if matrix.zeros is not None:
             matrix.zeros.fill_(0)
         packed, weight = packer.linear(matrix), matrix.dequantized().double()
     x = torch.full((2, 512), -3.0).bfloat16()
     x[1] = 3.0
     torch.testing.assert_close(multiply(packer, packed, x).double(), x.double() @ weight.T, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("size", [8, 24, 32])
+def test_columns_of_8_bits_in_groups_are_unpacked(size: int) -> None:
+    check_columns(70, 96, size, 200)
 
 
 @pytest.mark.parametrize("rank", [3, 8])

@@ -42,11 +42,12 @@ from tests.tiers import with_all
 
 BOUND = 0.2
 """Relative to the logits' deviation; bfloat16 alone causes half of this error, and 4 bits five times as much."""
-ELEMENT, INT8, INT4 = 0, 1, 2
+ELEMENT, INT8, INT4, GROUPED_INT8 = 0, 1, 2, 4
 KEPT = {
     "ct-int8": INT8, "ct-int8-tensor": INT8, "ct-int4": INT4, "ct-int4-channel": INT4, "ct-int4-zeros": INT4,
     "ct-int4-act-order": INT4, "awq": INT4, "awq-one-group": INT4, "gptq": INT4, "gptq-one-group": INT4,
-    "gptq-zeros": INT4, "gptq-act-order": INT4, "gptq-v2": INT4,
+    "gptq-zeros": INT4, "gptq-act-order": INT4, "gptq-v2": INT4, "gptq-8": GROUPED_INT8,
+    "ct-packed-int8": GROUPED_INT8, "ct-nvfp4": GROUPED_INT8, "modelopt-nvfp4": GROUPED_INT8,
 }  # fmt: skip
 
 
@@ -69,7 +70,17 @@ def kinds_of(engine: ModelEngine) -> set[int]:
     "name",
     with_all(
         KEPT,
-        ["ct-int8", "ct-int8-tensor", "ct-int4-channel", "ct-int4-zeros", "awq", "gptq-act-order", "gptq-v2"],
+        [
+            "ct-int8",
+            "ct-int8-tensor",
+            "ct-int4-channel",
+            "ct-int4-zeros",
+            "awq",
+            "gptq-act-order",
+            "gptq-v2",
+            "gptq-8",
+            "ct-nvfp4",
+        ],
     ),
 )
 def test_compiled_layers_keep_quantized_weights(
@@ -98,7 +109,7 @@ def test_float16_is_computed_in_bfloat16(zoo: Zoo, tmp_path: Path) -> None:
     [
         ("fp8-block", "(14 in float8 in blocks) are unpacked to bfloat16: compiled layers do not"),
         ("fbgemm", "(14 in float8 with a scale for each row) are unpacked to bfloat16"),
-        ("gptq-8", "(14 in 8 bits with zero points, or in groups of inputs) are unpacked to bfloat16"),
+        ("gptq-8-zeros", "(14 in 8 bits with zero points) are unpacked to bfloat16"),
         ("gptq-any-order", "unpacked to bfloat16 (model.layers.0.self_attn.q_proj.weight): other parts"),
     ],
 )
@@ -139,7 +150,9 @@ def test_quantizing_quantized_weights_again_is_logged(
 @pytest.mark.parametrize(
     "case", with_all(["mixtral", "qwen3-moe", "qwen2", "phi3", "qwen3"], ["mixtral", "phi3"])
 )
-@pytest.mark.parametrize("name", with_all(["gptq-one-group", "ct-int8"], ["gptq-one-group"]))
+@pytest.mark.parametrize(
+    "name", with_all(["gptq-one-group", "ct-int8", "ct-packed-int8"], ["ct-packed-int8"])
+)
 def test_kept_quantized_weights_of_other_families_give_the_models_tokens(
     zoo: Zoo, tmp_path: Path, case: str, name: str
 ) -> None:
@@ -162,7 +175,8 @@ def test_kept_quantized_weights_of_other_families_give_the_models_tokens(
 @pytest.mark.parametrize(
     "name",
     with_all(
-        ["gptq", "gptq-act-order", "ct-int4-zeros", "awq-one-group", "ct-int8"], ["gptq", "gptq-act-order"]
+        ["gptq", "gptq-act-order", "ct-int4-zeros", "awq-one-group", "ct-int8", "ct-packed-int8"],
+        ["gptq", "gptq-act-order", "ct-packed-int8"],
     ),
 )
 @pytest.mark.parametrize(
@@ -191,7 +205,7 @@ def test_tensor_parallel_splits_quantization_groups(
 
 
 @pytest.mark.parametrize("kernels", [pytest.param("native", marks=needs_native), "torch"])
-@pytest.mark.parametrize("name", ["gptq-act-order", "ct-int8"])
+@pytest.mark.parametrize("name", ["gptq-act-order", "ct-int8", "ct-packed-int8"])
 def test_adapters_work_beside_quantized_weights(zoo: Zoo, tmp_path: Path, name: str, kernels: str) -> None:
     model = write(zoo["llama-gqa"], tmp_path, FORMATS[name], dtype="bfloat16")
     adapter = make_adapter(model, 8, LLAMA, seed=1)
@@ -287,7 +301,7 @@ def test_two_4_bit_levels_are_packed_into_a_byte(inputs: int, tile: int) -> None
 @pytest.mark.parametrize(
     "name",
     with_all(
-        [*KEPT, "fp8-tensor", "fbgemm", "gptq-8", "ct-packed-int8", "fp8-block"],
+        [*KEPT, "fp8-tensor", "fbgemm", "gptq-8-zeros", "fp8-block"],
         ["gptq-act-order", "ct-int8", "fp8-block"],
     ),
 )

@@ -25,16 +25,16 @@ PAIR_BYTES = 4
 """Size of the inputs that a lane multiplies at a time, in bytes."""
 RANKS_AT_ONCE = 4
 """Number of rows of an adapter's A that are multiplied together."""
-ELEMENT, INT8, INT4, FLOAT4 = range(4)
+ELEMENT, INT8, INT4, FLOAT4, GROUPED_INT8 = range(5)
 """Kinds of `LinearStruct`."""
-INT4_AT_ONCE = 8
-"""The number of inputs in a group of 4-bit values is a multiple of this."""
-INT4_GROUP_BYTES = 8
+GROUP_MULTIPLE = 8
+"""The number of inputs in a group is a multiple of this."""
+OF_GROUP = 8
 """Bytes that a group of an operand takes besides its levels."""
 INT4_ZERO_BITS = 31
-"""Mask of the zero point in the bits of a group's scale."""
-INT4_WORD, FLOAT4_WORD = 4, 2
-"""Size of a group's scale in bytes."""
+"""Mask of the zero point in the bits of the scale of a group of 4-bit integers."""
+GROUP_WORDS = {INT4: 4, FLOAT4: 2, GROUPED_INT8: 4}
+"""Size of a group's scale in bytes, by kind."""
 MAX_QUERY_GROUP, MAX_HEAD_DIM = 12, 256
 """Maximum number of query heads per key head, and maximum width of a head, that attention supports."""
 MAX_CONV_WIDTH = 8
@@ -67,11 +67,13 @@ _CONSTANTS = {
     "kInt8": INT8,
     "kInt4": INT4,
     "kFloat4": FLOAT4,
-    "kAtOnce": INT4_AT_ONCE,
-    "kOfGroup": INT4_GROUP_BYTES,
+    "kGroupedInt8": GROUPED_INT8,
+    "kAtOnce": GROUP_MULTIPLE,
+    "kOfGroup": OF_GROUP,
     "kZeroBits": INT4_ZERO_BITS,
-    "kWord of int4": INT4_WORD,
-    "kWord of float4": FLOAT4_WORD,
+    "kWord of int4": GROUP_WORDS[INT4],
+    "kWord of float4": GROUP_WORDS[FLOAT4],
+    "kWord of int8": GROUP_WORDS[GROUPED_INT8],
     "kTile": MAX_QUERY_GROUP,
     "kMaxHeadDim": MAX_HEAD_DIM,
     "sizeof(Linear)": ctypes.sizeof(structs.LinearStruct),

@@ -1,8 +1,8 @@
 """Weights in the layout that the compiled products read, and the structs that point to them.
 
 A matrix becomes panels of 32 columns (source/gemm.h). Its values stay in their dtype, are quantized here to int8
-with a scale per column, or were quantized in the checkpoint, to int8 with a scale per column or to 4 bits in
-groups (source/int4.h). Matrices are packed as they are read from the checkpoint, so that at most one is in
+with a scale per column, or were quantized in the checkpoint, to int8 with a scale per column or to 4 or 8 bits in
+groups (source/groups.h). Matrices are packed as they are read from the checkpoint, so that at most one is in
 memory twice.
 """
 
@@ -158,12 +158,18 @@ class Packer(Sink[PackedLayer, PackedLinear]):
         """Return one weight matrix, with its bias, in the memory layout that compiled layers read."""
         return self._packed(iter((matrix,)), (1, *matrix.shape), bias, is_gated)
 
-    def head(self, matrix: Tensor) -> PackedLinear:
-        """Pack the output projection [vocab_size, hidden_size]; its format is `has_int8_head`'s."""
+    def head(self, matrix: StoredMatrix) -> PackedLinear:
+        """Pack the output projection [vocab_size, hidden_size]: as levels, or in `has_int8_head`'s format."""
+        if isinstance(matrix, GroupedMatrix):
+            return self.linear(matrix)
         self._tensors = []
         return PackedLinear(
             self._pack((matrix,), (1, *matrix.shape), self.has_int8_head), tuple(self._tensors), None
         )
+
+    @property
+    def keeps_head(self) -> bool:
+        return True
 
     def stack(
         self,
@@ -182,8 +188,8 @@ class Packer(Sink[PackedLayer, PackedLinear]):
         """Return the reason why compiled layers cannot use a quantized matrix directly; empty if they can."""
         if matrix.kind not in KEPT:
             return f"{matrix.kind.value}, which int8 by row would quantize again"
-        if matrix.bits == 4 and matrix.scales.shape[1] > 1 and matrix.group_size % layout.INT4_AT_ONCE:
-            return f"groups of {matrix.group_size} inputs, not a multiple of {layout.INT4_AT_ONCE}"
+        if matrix.scales.shape[1] > 1 and matrix.group_size % layout.GROUP_MULTIPLE:
+            return f"groups of {matrix.group_size} inputs, not a multiple of {layout.GROUP_MULTIPLE}"
         if is_stack and matrix.order is not None:
             return "experts whose inputs are in an order of their own"
         return ""
@@ -247,8 +253,8 @@ class Packer(Sink[PackedLayer, PackedLinear]):
         self._tensors = []
         first = next(matrices)
         matrices = chain((first,), matrices)
-        if isinstance(first, GroupedMatrix) and first.bits == 4:
-            struct = self._pack_four_bits(matrices, shape, is_gated, bias, is_stack)
+        if isinstance(first, GroupedMatrix) and first.kind in GROUPED:
+            struct = self._pack_groups(matrices, shape, is_gated, bias, is_stack)
         else:
             int8 = self.int8 or isinstance(first, GroupedMatrix)
             struct = self._pack(matrices, shape, int8, is_gated, bias, is_stack)
@@ -293,7 +299,7 @@ class Packer(Sink[PackedLayer, PackedLinear]):
             layout.INT8 if int8 else layout.ELEMENT,
         )
 
-    def _pack_four_bits(
+    def _pack_groups(
         self,
         matrices: Iterator[StoredMatrix],
         shape: tuple[int, ...],
@@ -301,27 +307,26 @@ class Packer(Sink[PackedLayer, PackedLinear]):
         bias: Tensor | None = None,
         is_stack: bool = False,
     ) -> LinearStruct:
-        """Pack matrices one after the other as `_pack` does, with levels 0 to 15 or 4-bit floats in groups.
+        """Pack matrices one after the other as `_pack` does, with the checkpoint's levels in groups.
 
         All matrices have the same groups and the same order of inputs.
         """
         count, rows, inner = shape
         order, width = _column_order(rows, is_gated, is_stack)
         first = next(matrices)
-        assert isinstance(first, GroupedMatrix), "4-bit matrices are quantized"
-        size = -(-first.group_size // layout.INT4_AT_ONCE) * layout.INT4_AT_ONCE
+        assert isinstance(first, GroupedMatrix), "matrices in groups are quantized"
+        kind = GROUPED[first.kind]
+        size = -(-first.group_size // layout.GROUP_MULTIPLE) * layout.GROUP_MULTIPLE
         groups = first.scales.shape[1]
-        row_bytes = groups * (size + layout.INT4_GROUP_BYTES)
-        column_bytes = groups * (size // 2 + (layout.FLOAT4_WORD if first.is_float4 else layout.INT4_WORD))
+        row_bytes = groups * (size + layout.OF_GROUP)
+        column_bytes = groups * (size * first.bits // 8 + layout.GROUP_WORDS[kind])
         packed = self.arena.empty(count * width * column_bytes, torch.uint8).view(count, -1)
         for matrix, target in zip(chain((first,), matrices), packed, strict=True):
             assert isinstance(matrix, GroupedMatrix), "all matrices have the first one's format"
             values, words = matrix.values.contiguous(), _words(matrix)
             sources = values.data_ptr(), words.data_ptr(), order.data_ptr()
             sizes = len(order), inner, groups, size
-            self.library.pack_four_bits(
-                first.is_float4, *sources, *sizes, target.data_ptr(), self.num_threads
-            )
+            self.library.pack_groups(kind, *sources, *sizes, target.data_ptr(), self.num_threads)
         return LinearStruct(
             self._keep(packed),
             self._keep(None if bias is None else _packed_bias(bias, order, width)),
@@ -330,7 +335,7 @@ class Packer(Sink[PackedLayer, PackedLinear]):
             self._keep(first.order, torch.int32),
             count * len(order),
             row_bytes,
-            layout.FLOAT4 if first.is_float4 else layout.INT4,
+            kind,
             groups,
             size,
         )
@@ -381,17 +386,26 @@ class Packer(Sink[PackedLayer, PackedLinear]):
         return kept.data_ptr()
 
 
-KEPT = frozenset({MatrixKind.INT4, MatrixKind.FLOAT4, MatrixKind.INT8_BY_ROW})
+GROUPED = {
+    MatrixKind.INT4: layout.INT4,
+    MatrixKind.FLOAT4: layout.FLOAT4,
+    MatrixKind.INT8: layout.GROUPED_INT8,
+}
+"""The kind in compiled code of each format with groups."""
+KEPT = frozenset({*GROUPED, MatrixKind.INT8_BY_ROW})
 """Formats of quantized matrices that compiled layers can use directly."""
 
 
 def _words(matrix: GroupedMatrix) -> Tensor:
-    """Return the bits of float32 scales as [outputs, groups] int32, with zero points in the lowest bits.
+    """Return the bits of float32 scales as [outputs, groups] int32, with 4-bit integers' zero points in the lowest
+    bits.
 
     The code multiplies 4-bit floats as twice their values, so their scales are halved.
     """
-    points = torch.zeros(1) if matrix.zeros is None else matrix.zeros
     scales = matrix.scales / 2 if matrix.is_float4 else matrix.scales.contiguous()
+    if matrix.kind is not MatrixKind.INT4:
+        return scales.view(torch.int32)
+    points = torch.zeros(1) if matrix.zeros is None else matrix.zeros
     return (scales.view(torch.int32) & ~layout.INT4_ZERO_BITS) | points.to(torch.int32)
 
 

@@ -292,9 +292,9 @@ _SIGNATURES = {
     "unpack_rows": (None, (c_void_p, POINTER(LinearStruct), c_void_p, c_int64, c_void_p)),
     "pack": (None, (c_void_p, c_int64, c_void_p, c_int32, c_int32, c_void_p, c_int32)),
     "pack_int8": (None, (c_void_p, c_int64, c_void_p, c_int32, c_int32, c_void_p, c_int32)),
-    "pack_four_bits": (
+    "pack_groups": (
         None,
-        (c_bool, c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32, c_void_p, c_int32),
+        (c_int32, c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32, c_void_p, c_int32),
     ),
     "pack_a": (None, (c_void_p, c_int64, c_int32, c_int32, c_int32, c_void_p)),
     "pack_b": (None, (c_void_p, c_int32, c_void_p, c_void_p, c_int64, c_void_p)),

@@ -31,11 +31,13 @@ const Constant kConstants[] = {
     {"kInt8", kInt8},
     {"kInt4", kInt4},
     {"kFloat4", kFloat4},
+    {"kGroupedInt8", kGroupedInt8},
     {"kAtOnce", Int4::kAtOnce},
     {"kOfGroup", Int4::kOfGroup},
     {"kZeroBits", Int4::kZeroBits},
     {"kWord of int4", Int4::kWord},
     {"kWord of float4", Float4::kWord},
+    {"kWord of int8", GroupedInt8::kWord},
     {"kTile", kTile},
     {"kMaxHeadDim", kMaxHeadDim},
     {"sizeof(Linear)", sizeof(Linear)},
@@ -152,10 +154,12 @@ void pack_int8(const uint8_t* source, int64_t stride, const int64_t* order, int 
                int num_threads) {
   pack<Int8>(source, stride, order, columns, inner, target, num_threads);
 }
-// Packs the layout that int4.h describes.
-void pack_four_bits(bool is_float, const uint8_t* levels, const uint32_t* words, const int64_t* order, int columns,
-                    int inner, int groups, int group_size, uint8_t* target, int num_threads) {
-  const auto pack = is_float ? inflight::pack_four_bits<true> : inflight::pack_four_bits<false>;
+// Packs the layout that groups.h describes; `kind` is a Kind with groups.
+void pack_groups(int kind, const uint8_t* levels, const uint32_t* words, const int64_t* order, int columns, int inner,
+                 int groups, int group_size, uint8_t* target, int num_threads) {
+  const auto pack = kind == kInt4     ? inflight::pack_groups<Int4>
+                    : kind == kFloat4 ? inflight::pack_groups<Float4>
+                                      : inflight::pack_groups<GroupedInt8>;
   pack(levels, words, order, columns, inner, groups, group_size, target, num_threads);
 }
 void pack_a(const Stored* source, int64_t stride, int rank, int inner, int first, Stored* target) {

@@ -15,7 +15,7 @@
 #include "draw.h"
 #include "experts.h"
 #include "gemm.h"
-#include "int4.h"
+#include "groups.h"
 #include "int8.h"
 #include "lanes.h"
 #include "latent.h"
@@ -194,8 +194,13 @@ class Decoder {
 
   // Unpacks columns as rows: out[i] = column ids[i]. On the caller's thread alone if there are too few to wake others.
   void unpack_rows(const Linear& linear, const int64_t* ids, int64_t count, Stored* out) {
-    const Packed<E> packed{static_cast<const Stored*>(linear.data), linear.columns, linear.inner};
     const int width = shape_.hidden;
+    if (linear.kind == kGroupedInt8) {
+      const Packed<GroupedInt8> packed = packed_groups<GroupedInt8>(linear);
+      each(count, count > 128, [&](int64_t i, int) { unpack_column<E>(packed, ids[i], width, out + i * width); });
+      return;
+    }
+    const Packed<E> packed{static_cast<const Stored*>(linear.data), linear.columns, linear.inner};
     each(count, count > 128, [&](int64_t i, int) {
       const auto* panel = packed.panel(static_cast<int>(ids[i] / kPanel)) + ids[i] % kPanel * E::kPair;
       for (int k = 0; k < width; ++k) out[i * width + k] = panel[k / E::kPair * kPanel * E::kPair + k % E::kPair];
@@ -212,6 +217,12 @@ class Decoder {
       low = soft_cap_ps(low, shape_.logits_soft_cap);
       high = soft_cap_ps(high, shape_.logits_soft_cap);
     }
+  }
+
+  template <class Type>
+  static Packed<Type> packed_groups(const Linear& linear) {
+    return {static_cast<const uint8_t*>(linear.data), linear.columns, linear.inner,
+            linear.group_size + Type::kOfGroup};
   }
 
   // Calls f(i, thread) for all i below `count`.
@@ -279,7 +290,7 @@ class Decoder {
     return ranks_.reserve(rows * by_adapter_.widest()) && added_.reserve(kMaxRowsOfTask * kPanel * team_.size());
   }
   static constexpr int kScratchRows = kRowsAtOnce + 2;
-  // A row in bfloat16 or float32 has at least as many pairs as in int8, and as in int4 with its scales.
+  // A row in bfloat16 or float32 has at least as many pairs as in int8, also in groups of 8.
   int64_t pairs_of_widest() const {
     const int widest = std::max({shape_.hidden, shape_.inner, shape_.expert_inner, shape_.shared_inner, read_width(),
                                  shape_.recurrent.output});
@@ -391,8 +402,7 @@ class Decoder {
     if constexpr (kHasInt8) {
       const auto of_groups = [&](auto type) {
         using Type = decltype(type);
-        const Packed<Type> packed{static_cast<const uint8_t*>(linear.data), linear.columns, linear.inner,
-                                  linear.group_size + Type::kOfGroup};
+        const Packed<Type> packed = packed_groups<Type>(linear);
         multiply<Type>(reinterpret_cast<const uint8_t*>(operand_.get()), tasks, packed, team_, thread, begin,
                        [&](int row, int panel, Floats low, Floats high) {
                          finish(row, panel, low, high);
@@ -401,6 +411,7 @@ class Decoder {
       };
       if (linear.kind == kInt4) return of_groups(Int4{});
       if (linear.kind == kFloat4) return of_groups(Float4{});
+      if (linear.kind == kGroupedInt8) return of_groups(GroupedInt8{});
       const float* row_scales = row_scales_.get();
       const Packed<Int8> packed{static_cast<const uint8_t*>(linear.data), linear.columns, linear.inner};
       multiply<Int8>(reinterpret_cast<const RowOperand<Int8>*>(operand_.get()), tasks, packed, team_, thread, begin,

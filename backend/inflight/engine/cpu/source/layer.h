@@ -13,17 +13,17 @@
 
 namespace inflight {
 
-enum Kind : int32_t { kElement = 0, kInt8 = 1, kInt4 = 2, kFloat4 = 3 };
+enum Kind : int32_t { kElement = 0, kInt8 = 1, kInt4 = 2, kFloat4 = 3, kGroupedInt8 = 4 };
 
 struct Linear {
   const void* data;
   const float* bias;          // [padded columns], or null
   const float* scales;        // int8: [padded columns]
   const int32_t* corrections;  // int8: [padded columns], 128 times the column's sum
-  const int32_t* order;        // 4 bits: [width], the source index of each input; null: unchanged order
-  int32_t columns, inner, kind;  // 4 bits: `inner` is bytes of an operand's row
-  int32_t groups, group_size;  // 4 bits: of inputs
-  bool has_groups() const { return kind == kInt4 || kind == kFloat4; }
+  const int32_t* order;        // in groups: [width], the source index of each input; null: unchanged order
+  int32_t columns, inner, kind;  // in groups: `inner` is bytes of an operand's row
+  int32_t groups, group_size;  // in groups: of inputs
+  bool has_groups() const { return kind == kInt4 || kind == kFloat4 || kind == kGroupedInt8; }
 };
 
 struct Norm {

@@ -1,7 +1,7 @@
 // The products of products.h in AVX2, FMA and F16C. There are 16 registers of 8 lanes: 6 rows by 16 columns of sums.
 //
 // bfloat16 is widened to float32: the first of a pair by a shift, the second by a mask. The bytes of int8 are widened
-// to 16 bits in the same way and multiplied in pairs, which is exact. Products of 4-bit levels are exact too: the sum
+// to 16 bits in the same way and multiplied in pairs, which is exact. Products of levels in groups are exact too: the sum
 // of kFolded of them fits in 16 bits.
 #pragma once
 
@@ -147,7 +147,7 @@ __m256i words_of_columns(const uint8_t* words) {
   return _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(words))), 16);
 }
 
-// Converts the lower half of each byte to the unsigned operand.
+// Converts the lower half of each byte to the unsigned operand of a product of 4-bit levels.
 template <class Type>
 __m256i levels_of(__m256i bytes) {
   bytes = _mm256_and_si256(bytes, _mm256_set1_epi8(15));
@@ -156,16 +156,50 @@ __m256i levels_of(__m256i bytes) {
   return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), bytes);
 }
 
-// Like `multiply_panel`, for the 4-bit layout of int4.h; `totals` keeps sums until their panel's next part.
-//
-// Two products of a level and an activation are at most 2 * 15 * 127, or 2 * 28 * 127 with floats: eight, or four, such
-// sums fit in 16 bits.
+// sums[row] += a group's inputs of each row, from `x` on, * 8 columns, whose levels begin at `levels`.
+template <class Type, int kRows>
+inline __attribute__((always_inline)) void multiply_group(const uint8_t* x, const uint8_t* levels, int num_steps,
+                                                          __m256i (&sums)[kRows]) {
+  constexpr int kStep = 4 * kPanel;  // bytes of a panel
+  const __m256i ones = _mm256_set1_epi16(1);
+  if constexpr (Type::kBits == 8) {
+    for (int step = 0; step < num_steps; ++step, levels += kStep, x += 4 * kRows) {
+      const __m256i own = _mm256_xor_si256(load_register(levels), _mm256_set1_epi8(-128));  // signed
+      const __m256i magnitudes = _mm256_abs_epi8(own);
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row) {
+        const __m256i signed_row = _mm256_sign_epi8(Int8::broadcast(x + 4 * row), own);
+        sums[row] = Int8::multiply_add(sums[row], _mm256_maddubs_epi16(magnitudes, signed_row), ones);
+      }
+    }
+    return;
+  }
+  for (int step = 0; step < num_steps; step += Type::kFolded) {
+    const int stop = step + Type::kFolded < num_steps ? step + Type::kFolded : num_steps;
+    __m256i halves[kRows];
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) halves[row] = _mm256_setzero_si256();
+    for (int each = step; each < stop; ++each, levels += kStep, x += 4 * 2 * kRows) {
+      const __m256i both = load_register(levels);
+      const __m256i lower = levels_of<Type>(both), upper = levels_of<Type>(_mm256_srli_epi16(both, 4));
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row) {
+        const __m256i of_lower = _mm256_maddubs_epi16(lower, Int8::broadcast(x + 4 * row));
+        const __m256i of_upper = _mm256_maddubs_epi16(upper, Int8::broadcast(x + 4 * (kRows + row)));
+        halves[row] = _mm256_add_epi16(halves[row], _mm256_add_epi16(of_lower, of_upper));
+      }
+    }
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row)
+      sums[row] = _mm256_add_epi32(sums[row], _mm256_madd_epi16(halves[row], ones));
+  }
+}
+
+// Like `multiply_panel`, for the layout of groups.h; `totals` keeps sums until their panel's next part.
 template <class Type, int kRows>
 inline __attribute__((always_inline)) void multiply_groups(const uint8_t* a, const uint8_t* panel, int inner, int group,
                                                            const Ahead& ahead, Floats (*totals)[2]) {
-  constexpr int kStep = 4 * kPanel;            // bytes of a panel
-  constexpr int kFolded = Type::kIsFloat ? 2 : 4;  // steps, of two sums each
-  const __m256i zero_bits = _mm256_set1_epi32(Type::kZeroBits), ones = _mm256_set1_epi16(1);
+  const __m256i zero_bits = _mm256_set1_epi32(Type::kZeroBits);
   const int num_steps = (group - Type::kOfGroup) / Type::kAtOnce;
   const char *first = ahead.first, *second = ahead.second;
   for (int begin = 0; begin < inner; begin += group) {
@@ -182,28 +216,11 @@ inline __attribute__((always_inline)) void multiply_groups(const uint8_t* a, con
 #pragma GCC unroll 8
       for (int row = 0; row < kRows; ++row) {
         const __m256i taken = Int8::broadcast(a + 4 * (kRows + row));
-        sums[row] = Type::kIsFloat ? _mm256_slli_epi32(taken, Type::kUsualZeroBit) : _mm256_mullo_epi32(zeros, taken);
+        sums[row] = Type::kBits == 8   ? _mm256_setzero_si256()
+                    : Type::kZeroBits ? _mm256_mullo_epi32(zeros, taken)
+                                      : _mm256_slli_epi32(taken, Type::kUsualZeroBit);
       }
-      const uint8_t *x = a + 4 * 2 * kRows, *own = levels + 32 * i;
-      for (int step = 0; step < num_steps; step += kFolded) {
-        const int stop = step + kFolded < num_steps ? step + kFolded : num_steps;
-        __m256i halves[kRows];
-#pragma GCC unroll 8
-        for (int row = 0; row < kRows; ++row) halves[row] = _mm256_setzero_si256();
-        for (int each = step; each < stop; ++each, own += kStep, x += 4 * 2 * kRows) {
-          const __m256i both = load_register(own);
-          const __m256i lower = levels_of<Type>(both), upper = levels_of<Type>(_mm256_srli_epi16(both, 4));
-#pragma GCC unroll 8
-          for (int row = 0; row < kRows; ++row) {
-            const __m256i of_lower = _mm256_maddubs_epi16(lower, Int8::broadcast(x + 4 * row));
-            const __m256i of_upper = _mm256_maddubs_epi16(upper, Int8::broadcast(x + 4 * (kRows + row)));
-            halves[row] = _mm256_add_epi16(halves[row], _mm256_add_epi16(of_lower, of_upper));
-          }
-        }
-#pragma GCC unroll 8
-        for (int row = 0; row < kRows; ++row)
-          sums[row] = _mm256_add_epi32(sums[row], _mm256_madd_epi16(halves[row], ones));
-      }
+      multiply_group<Type, kRows>(a + 4 * 2 * kRows, levels + 32 * i, num_steps, sums);
       const __m256 factors = _mm256_castsi256_ps(_mm256_andnot_si256(zero_bits, words));
 #pragma GCC unroll 8
       for (int row = 0; row < kRows; ++row) {
@@ -212,7 +229,7 @@ inline __attribute__((always_inline)) void multiply_groups(const uint8_t* a, con
         total = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[row]), _mm256_mul_ps(factors, scale), total);
       }
     }
-    panel = levels + num_steps * kStep;
+    panel = levels + num_steps * 4 * kPanel;
     a += group * kRows;
   }
 }

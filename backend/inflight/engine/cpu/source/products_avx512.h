@@ -109,16 +109,17 @@ __m512i words_of_columns(const uint8_t* words) {
   return _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_epi16(words)), 16);
 }
 
-// Converts the lower half of each byte to VNNI's unsigned operand.
+// Converts one of the levels of each byte to VNNI's unsigned operand.
 template <class Type>
-__m512i levels_of(__m512i bytes) {
-  bytes = _mm512_and_si512(bytes, _mm512_set1_epi8(15));
+__m512i levels_of(__m512i bytes, int index) {
+  if constexpr (Type::kBits == 8) return bytes;
+  bytes = _mm512_and_si512(index == 0 ? bytes : _mm512_srli_epi16(bytes, 4), _mm512_set1_epi8(15));
   if constexpr (!Type::kIsFloat) return bytes;
   const __m128i table = _mm_setr_epi8(16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4);
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), bytes);
 }
 
-// Like `multiply_panel`, for the 4-bit layout of int4.h; `totals` keeps sums until their panel's next part.
+// Like `multiply_panel`, for the layout of groups.h; `totals` keeps sums until their panel's next part.
 template <class Type, int kRows>
 inline __attribute__((always_inline)) void multiply_groups(const uint8_t* a, const uint8_t* panel, int inner, int group,
                                                            const Ahead& ahead, __m512 (*totals)[2]) {
@@ -132,7 +133,7 @@ inline __attribute__((always_inline)) void multiply_groups(const uint8_t* a, con
     __m512i sums[kRows][2];
     const __m512i zeros0 = _mm512_and_si512(words0, zero_bits), zeros1 = _mm512_and_si512(words1, zero_bits);
     const __m512i usual = _mm512_set1_epi32(1 << Type::kUsualZeroBit);
-    if (Type::kIsFloat || (_mm512_cmpneq_epi32_mask(zeros0, usual) | _mm512_cmpneq_epi32_mask(zeros1, usual)) == 0) {
+    if (!Type::kZeroBits || (_mm512_cmpneq_epi32_mask(zeros0, usual) | _mm512_cmpneq_epi32_mask(zeros1, usual)) == 0) {
 #pragma GCC unroll 16
       for (int row = 0; row < kRows; ++row)
         sums[row][0] = sums[row][1] =
@@ -147,26 +148,21 @@ inline __attribute__((always_inline)) void multiply_groups(const uint8_t* a, con
     }
     panel += kPanel * Type::kWord;
     a += 4 * 2 * kRows;
-    for (int k = Type::kOfGroup; k < group; k += Type::kAtOnce, panel += 2 * kColumns, a += 4 * 2 * kRows) {
+    for (int k = Type::kOfGroup; k < group; k += Type::kAtOnce, panel += 2 * kColumns) {
       prefetch(first);
       prefetch(second);
       first += ahead.step;
       second += ahead.step;
       const __m512i both0 = _mm512_loadu_si512(panel), both1 = _mm512_loadu_si512(panel + kColumns);
-      __m512i b0 = levels_of<Type>(both0), b1 = levels_of<Type>(both1);
+#pragma GCC unroll 2
+      for (int index = 0; index < Type::kLevels; ++index, a += 4 * kRows) {
+        const __m512i b0 = levels_of<Type>(both0, index), b1 = levels_of<Type>(both1, index);
 #pragma GCC unroll 16
-      for (int row = 0; row < kRows; ++row) {
-        const __m512i x = Int8::broadcast_pair(a + 4 * row);
-        sums[row][0] = Int8::multiply_add(sums[row][0], b0, x);
-        sums[row][1] = Int8::multiply_add(sums[row][1], b1, x);
-      }
-      b0 = levels_of<Type>(_mm512_srli_epi16(both0, 4));
-      b1 = levels_of<Type>(_mm512_srli_epi16(both1, 4));
-#pragma GCC unroll 16
-      for (int row = 0; row < kRows; ++row) {
-        const __m512i x = Int8::broadcast_pair(a + 4 * (kRows + row));
-        sums[row][0] = Int8::multiply_add(sums[row][0], b0, x);
-        sums[row][1] = Int8::multiply_add(sums[row][1], b1, x);
+        for (int row = 0; row < kRows; ++row) {
+          const __m512i x = Int8::broadcast_pair(a + 4 * row);
+          sums[row][0] = Int8::multiply_add(sums[row][0], b0, x);
+          sums[row][1] = Int8::multiply_add(sums[row][1], b1, x);
+        }
       }
     }
     asm volatile("" : "+r"(totals) : : "memory");  // otherwise GCC 12 stores them twice

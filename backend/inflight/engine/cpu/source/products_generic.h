@@ -6,7 +6,7 @@
 namespace inflight {
 
 constexpr int kSumQuads = 12;   // of x86's 16 registers
-constexpr int kGroupQuads = 1;  // of 4 bits
+constexpr int kGroupQuads = 1;  // of levels in groups
 
 template <int kLane>
 inline FloatQuad multiply_add_lane(FloatQuad total, FloatQuad columns, FloatQuad words) {
@@ -33,7 +33,7 @@ namespace inflight {
 
 using BfloatPairs = QuadBfloats;
 using Int8 = WidenedInt8;
-template <bool kIsFloat>
-struct LevelProducts : WidenedLevels<kIsFloat> {};
+template <class Type>
+struct LevelProducts : WidenedLevels<Type> {};
 
 }  // namespace inflight

@@ -10,9 +10,9 @@ namespace inflight {
 
 constexpr int kSumQuads = 24;  // of the 32 registers
 #if defined(__ARM_FEATURE_DOTPROD)
-constexpr int kGroupQuads = 4;  // of 4 bits
+constexpr int kGroupQuads = 4;  // of levels in groups
 #else
-constexpr int kGroupQuads = 2;  // of 4 bits; each needs two sums
+constexpr int kGroupQuads = 2;  // of levels in groups; each needs two sums
 #endif
 
 template <int kLane>
@@ -97,8 +97,8 @@ struct Int8 {
   }
 };
 
-// Products of 4-bit levels, with sums over a whole group.
-template <bool kIsFloat>
+// Products of levels in groups, with sums over a whole group.
+template <class Type>
 struct LevelProducts {
   using Sums = IntQuad;
   using Operand = Bytes;
@@ -112,8 +112,8 @@ struct LevelProducts {
 };
 #else
 using Int8 = WidenedInt8;
-template <bool kIsFloat>
-struct LevelProducts : WidenedLevels<kIsFloat> {};
+template <class Type>
+struct LevelProducts : WidenedLevels<Type> {};
 #endif
 
 }  // namespace inflight

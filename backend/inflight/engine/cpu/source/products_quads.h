@@ -104,14 +104,12 @@ struct WidenedInt8 {
   }
 };
 
-// Products of 4-bit levels, of which `kFolded` steps are summed in `Sums`.
-//
-// Two sums of two products are at most 4 * 15 * 127, or 4 * 28 * 127 with floats: sums of four, or two, fit in 16 bits.
-template <bool kIsFloat>
+// Products of levels in groups, of which `kFolded` steps are summed in `Sums`, in 16 bits.
+template <class Type>
 struct WidenedLevels {
   using Sums = Shorts;
   using Operand = WidenedBytes;
-  static constexpr int kFolded = kIsFloat ? 2 : 4;
+  static constexpr int kFolded = Type::kFolded;
   static Operand prepare(Bytes x) { return widen(x); }
   template <int kLane>
   static Sums multiply_add(Sums total, Operand levels, const Operand& rows) {
@@ -121,8 +119,8 @@ struct WidenedLevels {
   static IntQuad add(IntQuad total, Sums sums) { return add_pairs(total, sums); }
 };
 
-// Targets specialize LevelProducts<kIsFloat>, as below.
-template <bool kIsFloat>
+// Targets specialize LevelProducts for the types of groups.h, as below.
+template <class Type>
 struct LevelProducts;
 
 // Returns the word of a pair that packed activations have in place `index`.
@@ -212,10 +210,12 @@ IntQuad words_of_columns(const uint8_t* words) {
   return (IntQuad)(__builtin_convertvector(halves, BitQuad) << 16);
 }
 
-// Converts the lower half of each byte to the operand that int4.h describes.
-template <class Type>
+// Converts one of the levels of each byte to an operand: signed with 8 bits, and otherwise as groups.h describes.
+template <class Type, int kIndex>
 Bytes levels_of(Bytes bytes) {
-  bytes &= Bytes{15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15};
+  if constexpr (Type::kBits == 8) return bytes ^ -128;
+  if constexpr (kIndex == 1) bytes = (Bytes)((BitQuad)bytes >> 4);
+  bytes &= 15;
   if constexpr (Type::kIsFloat) return float_levels(bytes);
   return bytes;
 }
@@ -224,38 +224,39 @@ Bytes levels_of(Bytes bytes) {
 template <class Type, int kRows>
 inline __attribute__((always_inline)) void multiply_group(const uint8_t* a, const uint8_t* panel, const uint8_t* levels,
                                                           int num_steps, int quad, Floats (*totals)[2]) {
-  using Products = LevelProducts<Type::kIsFloat>;
+  using Products = LevelProducts<Type>;
   IntQuad words[kGroupQuads], sums[kRows][kGroupQuads];
   unrolled<kGroupQuads>([&](auto i) {
     words[i] = words_of_columns<Type>(panel + 4 * (quad + i) * Type::kWord);
     unrolled<kRows>([&](auto row) {
       int32_t taken;
       std::memcpy(&taken, a + 4 * (kRows + row), sizeof taken);
-      sums[row][i] = Type::kIsFloat ? same(taken * (1 << Type::kUsualZeroBit))
-                                    : (words[i] & same(Type::kZeroBits)) * same(taken);
+      sums[row][i] = Type::kBits == 8   ? same(0)
+                     : Type::kZeroBits ? (words[i] & same(Type::kZeroBits)) * same(taken)
+                                       : same(taken * (1 << Type::kUsualZeroBit));
     });
   });
   const uint8_t* x = a + 4 * 2 * kRows;
   for (int left = num_steps; left > 0; left -= Products::kFolded) {
     typename Products::Sums folded[kRows][kGroupQuads] = {};
     for (int step = left < Products::kFolded ? left : Products::kFolded; step > 0; --step) {
-      const RowWords<kRows, 2> of_rows(x);
-      typename Products::Operand lower_rows[(kRows + 3) / 4], upper_rows[(kRows + 3) / 4];
-      unrolled<(kRows + 3) / 4>([&](auto i) {
-        lower_rows[i] = Products::prepare((Bytes)of_rows.of[i][0]);
-        upper_rows[i] = Products::prepare((Bytes)of_rows.of[i][1]);
+      const RowWords<kRows, Type::kLevels> of_rows(x);
+      typename Products::Operand rows[Type::kLevels][(kRows + 3) / 4];
+      unrolled<Type::kLevels*((kRows + 3) / 4)>([&](auto at) {
+        constexpr int index = at % Type::kLevels, i = at / Type::kLevels;
+        rows[index][i] = Products::prepare((Bytes)of_rows.of[i][index]);
       });
       unrolled<kGroupQuads>([&](auto i) __attribute__((always_inline)) {
-        const auto both = load_quad<Bytes>(levels + 16 * (quad + i));
-        const auto lower = Products::prepare(levels_of<Type>(both));
-        const auto upper = Products::prepare(levels_of<Type>((Bytes)((BitQuad)both >> 4)));
-        unrolled<kRows>([&](auto row) __attribute__((always_inline)) {
-          folded[row][i] = Products::template multiply_add<row % 4>(folded[row][i], lower, lower_rows[row / 4]);
-          folded[row][i] = Products::template multiply_add<row % 4>(folded[row][i], upper, upper_rows[row / 4]);
+        const auto bytes = load_quad<Bytes>(levels + 16 * (quad + i));
+        unrolled<Type::kLevels>([&](auto index) __attribute__((always_inline)) {
+          const auto own = Products::prepare(levels_of<Type, index>(bytes));
+          unrolled<kRows>([&](auto row) __attribute__((always_inline)) {
+            folded[row][i] = Products::template multiply_add<row % 4>(folded[row][i], own, rows[index][row / 4]);
+          });
         });
       });
       levels += 4 * kPanel;
-      x += 4 * 2 * kRows;
+      x += Type::kAtOnce * kRows;
     }
     unrolled<kRows * kGroupQuads>([&](auto at) {
       constexpr int row = at / kGroupQuads, i = at % kGroupQuads;
@@ -273,7 +274,7 @@ inline __attribute__((always_inline)) void multiply_group(const uint8_t* a, cons
   });
 }
 
-// Like `multiply_panel`, for the 4-bit layout of int4.h; `totals` keeps sums until their panel's next part.
+// Like `multiply_panel`, for the layout of groups.h; `totals` keeps sums until their panel's next part.
 template <class Type, int kRows>
 inline __attribute__((always_inline)) void multiply_groups(const uint8_t* a, const uint8_t* panel, int inner, int group,
                                                            const Ahead& ahead, Floats (*totals)[2]) {

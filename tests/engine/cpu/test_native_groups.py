@@ -1,8 +1,9 @@
-"""Products of compiled layers with 4-bit weights, integers and floats, compared with the dequantized weights."""
+"""Products of compiled layers with 4-bit and 8-bit weights in groups, compared with the dequantized weights."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -41,16 +42,27 @@ def draw_floats(outputs: int, inputs: int, seed: int = 0) -> GroupedMatrix:
     return GroupedMatrix(values, torch.exp2(powers.float()), None, 32, None, 4, is_float4=True)
 
 
+def draw_bytes(outputs: int, inputs: int, size: int, seed: int = 0) -> GroupedMatrix:
+    """Return int8 levels in groups with float32 scales, as Q8_0 and Q6_K have them."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(-128, 128, (outputs, inputs), generator=generator, dtype=torch.int8)
+    scales = torch.rand(outputs, inputs // size, generator=generator) + 0.1
+    return GroupedMatrix(values, scales, None, size, None, 8)
+
+
 def make_packer() -> Packer:
     return Packer(load_library("bfloat16", int8=True), torch.bfloat16, int8=False, num_threads=2)
 
 
+def make_handle(packer: Packer, hidden: int) -> Handle:
+    values = {"hidden": hidden, "heads": 1, "kv_heads": 1, "head_dim": 2, "tokens_per_block": 2}
+    values |= {"num_threads": packer.num_threads, "logits_scale": 1.0}
+    return Handle(packer.library, ShapeStruct(**values), (LayerStruct * 1)())
+
+
 def multiply(packer: Packer, packed: PackedLinear, x: Tensor) -> Tensor:
     """Multiply x [rows, inputs] bfloat16 by a packed matrix: [rows, columns] float32."""
-    values = {"hidden": x.shape[1], "heads": 1, "kv_heads": 1, "head_dim": 2, "tokens_per_block": 2}
-    values |= {"num_threads": packer.num_threads, "logits_scale": 1.0}
-    layers = (LayerStruct * 1)()
-    handle = Handle(packer.library, ShapeStruct(**values), layers)
+    handle = make_handle(packer, x.shape[1])
     out = torch.empty(len(x), packed.struct.columns)
     rows = torch.arange(len(x))
     data = x.contiguous().data_ptr(), rows.data_ptr(), len(x), out.data_ptr()
@@ -88,6 +100,46 @@ def test_products_are_those_of_the_dequantized_weights(
     exact = x.double() @ matrix.dequantized().double().T
     error = (found - exact).square().mean().sqrt()
     assert 0 < error < 0.02 * exact.square().mean().sqrt(), "what rounding activations costs"
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "size"),
+    [(64, 128, 32), (40, 96, 32), (33, 72, 8), (70, 48, 16), (32, 256, 128), (32, 8192, 32)],
+)
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 12, 13, 33])
+def test_products_with_8_bits_in_groups_are_those_of_the_dequantized_weights(
+    outputs: int, inputs: int, size: int, num_rows: int
+) -> None:
+    matrix, packer = draw_bytes(outputs, inputs, size), make_packer()
+    x = torch.randn(num_rows, inputs, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found = multiply(packer, packer.linear(matrix, None), x)
+    expected = rounded(x, size) @ matrix.dequantized().double().T
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6 * expected.abs().max().item())
+
+
+def test_groups_of_8_bits_keep_every_bit_of_their_scales() -> None:
+    """A product with one input of 1 is a level times a scale, rounded once."""
+    matrix, packer = draw_bytes(64, 32, 8), make_packer()
+    found = multiply(packer, packer.linear(matrix, None), torch.eye(32).bfloat16())
+    torch.testing.assert_close(found.T, matrix.dequantized(), rtol=2**-22, atol=0)
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "size"), [(70, 96, 32), (40, 72, 8), (33, 48, 24)])
+@pytest.mark.parametrize("count", [3, 200])
+def test_columns_of_8_bits_in_groups_are_unpacked(outputs: int, inputs: int, size: int, count: int) -> None:
+    """Up to 128 are unpacked on the caller's thread."""
+    check_columns(outputs, inputs, size, count)
+
+
+def check_columns(outputs: int, inputs: int, size: int, count: int) -> None:
+    """Compare columns that are unpacked as rows with the dequantized ones."""
+    matrix, packer = draw_bytes(outputs, inputs, size), make_packer()
+    packed = packer.linear(matrix, None)
+    ids = torch.randint(0, outputs, (count,), generator=torch.Generator().manual_seed(1))
+    found = torch.full((count, inputs), torch.nan, dtype=torch.bfloat16)
+    where = ids.data_ptr(), count, found.data_ptr()
+    packer.library.unpack_rows(make_handle(packer, inputs), ctypes.byref(packed.struct), *where)
+    assert torch.equal(found, matrix.dequantized()[ids].bfloat16())
 
 
 @pytest.mark.parametrize(
@@ -140,9 +192,13 @@ def test_a_nan_scale_gives_nan() -> None:
     assert found[:, 3].isnan().all() and found[:, :3].isfinite().all() and found[:, 4:].isfinite().all()
 
 
-@pytest.mark.parametrize("is_float", [False, True])
-def test_a_row_does_not_depend_on_other_rows(is_float: bool) -> None:
-    matrix, packer = draw_floats(64, 256) if is_float else draw(64, 256, 64), make_packer()
+@pytest.mark.parametrize(
+    "matrix",
+    [draw(64, 256, 64), draw_floats(64, 256), draw_bytes(64, 256, 32)],
+    ids=["int4", "float4", "int8"],
+)
+def test_a_row_does_not_depend_on_other_rows(matrix: GroupedMatrix) -> None:
+    packer = make_packer()
     packed = packer.linear(matrix, None)
     x = torch.randn(29, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
     together = multiply(packer, packed, x)
@@ -150,23 +206,27 @@ def test_a_row_does_not_depend_on_other_rows(is_float: bool) -> None:
         assert torch.equal(multiply(packer, packed, x[row : row + 1]), together[row : row + 1])
 
 
-def test_products_with_permuted_inputs_are_those_of_the_dequantized_weights() -> None:
+@pytest.mark.parametrize("draw", [draw, draw_bytes])
+def test_products_with_permuted_inputs_are_those_of_the_dequantized_weights(
+    draw: Callable[[int, int, int], GroupedMatrix],
+) -> None:
     matrix, packer = draw(48, 96, 32), make_packer()
     order = torch.randperm(96, generator=torch.Generator().manual_seed(4))
     x = torch.randn(3, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
     found = multiply(packer, packer.linear(replace(matrix, order=order), None), x)
     expected = rounded(x, 32, order) @ replace(matrix, order=order).dequantized().double().T
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6 * expected.abs().max().item())
 
 
-def test_gate_and_up_are_interleaved() -> None:
+@pytest.mark.parametrize("draw", [draw, draw_bytes])
+def test_gate_and_up_are_interleaved(draw: Callable[[int, int, int], GroupedMatrix]) -> None:
     matrix, packer = draw(2 * 40, 64, 32), make_packer()
     x = torch.randn(2, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     found = multiply(packer, packer.linear(matrix, None, is_gated=True), x)
     expected = rounded(x, 32) @ matrix.dequantized().double().T
     order = gated_order(80)
     expected = torch.where(order >= 0, expected[:, order.clamp_min(0)], 0)
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6 * expected.abs().max().item())
 
 
 def test_scales_of_float32_are_kept_but_for_their_last_bits() -> None:
@@ -178,7 +238,8 @@ def test_scales_of_float32_are_kept_but_for_their_last_bits() -> None:
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
 
-def test_rows_with_nan_give_nan() -> None:
+@pytest.mark.parametrize("draw", [draw, draw_bytes])
+def test_rows_with_nan_give_nan(draw: Callable[[int, int, int], GroupedMatrix]) -> None:
     matrix, packer = draw(32, 64, 32), make_packer()
     x = torch.zeros(3, 64).bfloat16()
     x[1, 40] = torch.nan
