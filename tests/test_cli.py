@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from importlib import metadata
@@ -49,6 +50,39 @@ def test_a_wrong_option_is_answered_with_the_nearest(capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         parse(["--modl=x"])
     assert "unrecognized arguments: --modl=x (did you mean --model?)" in capsys.readouterr().err
+
+
+JSON_PROGRAMS = {
+    "serve": "inflight.server.cli",
+    "openai": "inflight.openai.__main__",
+    "pictures": "inflight.pictures.__main__",
+    "doctor": "inflight.doctor.__main__",
+    "verify": "inflight.receipts.verify",
+}
+
+
+@pytest.mark.parametrize("source", JSON_PROGRAMS)
+@pytest.mark.parametrize("option", [["--log-format", "json"], ["--log-format=json"]])
+def test_wrong_usage_is_a_line_of_the_json_log(
+    source: str, option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as status:
+        importlib.import_module(JSON_PROGRAMS[source]).main([*option, "--prt", "1"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert status.value.code == 2
+    written = json.loads(line)
+    assert written.pop("time")
+    assert "--help lists the options" in written.pop("message")
+    assert written == {"level": "error", "source": source}
+
+
+def test_a_wrong_command_is_a_line_of_the_json_log(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["srve", "--log_format", "json"]) == 2
+    written = json.loads(capsys.readouterr().err)
+    assert (written["source"], written["message"]) == (
+        "inflight",
+        "there is no command srve; did you mean serve?",
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import sys
-from collections.abc import Iterable
-from typing import NoReturn
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
+from inflight.log_lines import asks_for_json, error_line
 from inflight.version import package_version
 
 _UNRECOGNIZED = "unrecognized arguments: "
+_SCRIPT = re.compile(r"[ /.]")  # before the name of a program: scripts/serve, inflight serve, inflight.openai
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
@@ -51,18 +54,35 @@ def program_name(script: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that takes no abbreviations, suggests the nearest option, and has --version."""
+    """A parser that takes no abbreviations, suggests the nearest option, and has --version.
 
-    def __init__(self, **keywords: object) -> None:
+    With `--log-format json` on the command line, errors are written as lines of the JSON log.
+
+    Args:
+        other_flags: Flags that the program understands or answers before it parses; they are suggested, too.
+        keywords: Arguments of `argparse.ArgumentParser`.
+    """
+
+    def __init__(self, other_flags: Iterable[str] = (), **keywords: object) -> None:
         super().__init__(allow_abbrev=False, **keywords)  # pyright: ignore[reportArgumentType]
+        self._other_flags = tuple(other_flags)
+        self._given: Sequence[str] = ()
         self.add_argument("--version", action="version", version=f"inflight {package_version()}")
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        self._given = sys.argv[1:] if args is None else args
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Write the message, with the nearest option, and exit with 2."""
         if message.startswith(_UNRECOGNIZED):
             unknown = [word.partition("=")[0] for word in message.removeprefix(_UNRECOGNIZED).split()]
-            near = [nearest(word, self._option_string_actions) for word in unknown if word.startswith("--")]
+            known = (*self._option_string_actions, *self._other_flags)
+            near = [nearest(word, known) for word in unknown if word.startswith("--")]
             found = list(dict.fromkeys(filter(None, near)))
             if found:
                 message += f" (did you mean {' or '.join(found)}?)"
-        self.exit(2, f"{self.prog}: error: {message}\n{self.prog} --help lists the options\n")
+        hint = f"{self.prog} --help lists the options"
+        if asks_for_json(self._given):
+            self.exit(2, error_line(_SCRIPT.split(self.prog)[-1], f"{message}; {hint}"))
+        self.exit(2, f"{self.prog}: error: {message}\n{hint}\n")

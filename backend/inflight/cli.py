@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from inflight.arguments import nearest
+from inflight.log_lines import asks_for_json, error_line
 from inflight.version import package_version
 
 COMMANDS = {
@@ -48,7 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
     if command not in COMMANDS:
         near = nearest(command, (*COMMANDS, "--help", "--version"))
         hint = f"did you mean {near}?" if near else "inflight --help lists the commands"
-        sys.stderr.write(f"inflight: there is no command {command}; {hint}\n")
+        message = f"there is no command {command}; {hint}"
+        sys.stderr.write(error_line("inflight", message) if asks_for_json(rest) else f"inflight: {message}\n")
         return _WRONG_USAGE
     return _run(command, rest)
 

@@ -97,6 +97,24 @@ def test_all_flags_are_answered_at_once() -> None:
     assert second.startswith("--seed is a flag of another server: set seed in each request")
 
 
+@pytest.mark.parametrize(
+    ("misspelled", "near"),
+    [
+        ("--max-model-length", "--max-model-len"),
+        ("--tensor-paralel-size", "--tensor-parallel-size"),
+        ("--gpu_memory_utilisation", "--gpu-memory-utilization"),
+        ("--enable-prefix-cache", "--enable-prefix-caching"),
+        ("--prt", "--port"),
+    ],
+)
+def test_the_nearest_flag_may_be_another_servers(
+    misspelled: str, near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.parse([misspelled, "1"])
+    assert f"(did you mean {near}?)" in capsys.readouterr().err
+
+
 def test_no_flag_of_this_server_is_in_the_tables() -> None:
     assert not OWN & {*SAME, *SWITCHES, *DIFFERENT}
 

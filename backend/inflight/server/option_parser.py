@@ -9,6 +9,7 @@ from inflight.log_lines import FORMATS
 from inflight.openai.options import add_arguments
 from inflight.server.client_apis import CONTROL_KEY_HEADER, CONTROL_KEY_VARIABLE
 from inflight.server.option_types import add_checkpoint, count, named_folder, port, seconds, setting, whole
+from inflight.server.other_servers import FLAGS
 from inflight.server.ranks import Mode
 from inflight.server.repository import default_repository
 
@@ -16,6 +17,7 @@ from inflight.server.repository import default_repository
 def make_parser() -> argparse.ArgumentParser:
     """Make the parser of the command line."""
     parser = Parser(
+        other_flags=FLAGS,
         prog=program_name("scripts/serve"),
         description="Start tritonserver in the foreground, and print READY when every model is ready.",
         epilog="--no-venv, an option of the script itself, uses the active Python environment instead of .venv. "

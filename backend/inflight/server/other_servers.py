@@ -180,6 +180,8 @@ DIFFERENT: Mapping[str, str] = {
 }
 """Advice by another server's flag that has no option with the same values here."""
 
+FLAGS = (*SAME, *SWITCHES, *DIFFERENT)
+"""Flags of other servers that are understood or answered."""
 
 _FLAG = re.compile(r"--[a-zA-Z][\w-]*")
 
