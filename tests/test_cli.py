@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from importlib import metadata
@@ -32,6 +33,15 @@ def test_help_lists_every_command_and_imports_no_dependency(tmp_path: Path) -> N
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert all(f"\n  {name} " in done.stdout for name in cli.COMMANDS)
+
+
+def test_benchmarks_are_listed_anywhere(tmp_path: Path) -> None:
+    """As installed from a wheel, where only the package is on Python's path."""
+    command = [sys.executable, "-S", "-m", "inflight", "bench", "--help"]
+    environment = {"PATH": os.defpath, "PYTHONPATH": str(ROOT / "backend")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\n  offline " in done.stdout
 
 
 def test_every_command_has_a_module(monkeypatch: pytest.MonkeyPatch) -> None:

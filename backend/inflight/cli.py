@@ -6,7 +6,6 @@ installed. A subcommand's program runs in this process, as with `python -m`, and
 
 from __future__ import annotations
 
-import importlib.util
 import runpy
 import sys
 from pathlib import Path
@@ -58,8 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(command: str, rest: list[str]) -> int:
     """Run a subcommand's program with the options `rest`; return 0, or exit with the program's status."""
     module, _ = COMMANDS[command]
-    if importlib.util.find_spec(module.partition(".")[0]) is None:
-        sys.path.append(str(_BUNDLED))
+    sys.path.append(str(_BUNDLED))  # for the client and the benchmarks, unless they are installed
     # A package's program is its module __main__.
     sys.argv[:] = [f"inflight {command}", *rest]
     runpy.run_module(module, run_name="__main__", alter_sys=False)

