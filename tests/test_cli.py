@@ -59,7 +59,15 @@ def test_a_wrong_option_is_answered_with_the_nearest(capsys: pytest.CaptureFixtu
 
     with pytest.raises(SystemExit):
         parse(["--modl=x"])
-    assert "unrecognized arguments: --modl=x (did you mean --model?)" in capsys.readouterr().err
+    assert "unrecognized arguments: --modl=x (did you mean --model or --mode?)" in capsys.readouterr().err
+
+
+def test_all_options_that_are_equally_near_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    from inflight.server.cli import parse
+
+    with pytest.raises(SystemExit):
+        parse(["--modle=x"])
+    assert "(did you mean --mode or --model?)" in capsys.readouterr().err
 
 
 JSON_PROGRAMS = {
@@ -102,6 +110,7 @@ def test_a_wrong_command_is_a_line_of_the_json_log(capsys: pytest.CaptureFixture
         ("max_sise", ["max_size"]),
         ("max_ize", ["max_size"]),
         ("temperature_", ["temperature_a", "temperature_b"]),
+        ("max_isze", ["max_size"]),
         ("else", []),
     ],
 )

@@ -38,13 +38,15 @@ def equally_near(word: str, known: Iterable[str], cutoff: float = 0.6) -> list[s
 
 
 def _edit_distance(one: str, other: str) -> int:
-    """Return how many letters must be inserted, deleted or replaced to turn one word into the other."""
-    row = list(range(len(other) + 1))
+    """Return how many letters must be inserted, deleted, replaced or swapped to turn one word into the other."""
+    before, row = [0], list(range(len(other) + 1))
     for index, letter in enumerate(one, 1):
-        diagonal, row[0] = row[0], index
+        earlier, before, row = before, row, [index]
         for column, expected in enumerate(other, 1):
-            least = min(row[column] + 1, row[column - 1] + 1, diagonal + (letter != expected))
-            diagonal, row[column] = row[column], least
+            least = min(before[column] + 1, row[-1] + 1, before[column - 1] + (letter != expected))
+            if index > 1 and column > 1 and (letter, one[index - 2]) == (other[column - 2], expected):
+                least = min(least, earlier[column - 2] + 1)
+            row.append(least)
     return row[-1]
 
 
@@ -78,8 +80,8 @@ class Parser(argparse.ArgumentParser):
         if message.startswith(_UNRECOGNIZED):
             unknown = [word.partition("=")[0] for word in message.removeprefix(_UNRECOGNIZED).split()]
             known = (*self._option_string_actions, *self._other_flags)
-            near = [nearest(word, known) for word in unknown if word.startswith("--")]
-            found = list(dict.fromkeys(filter(None, near)))
+            near = [equally_near(word, known) for word in unknown if word.startswith("--")]
+            found = list(dict.fromkeys(word for words in near for word in words))
             if found:
                 message += f" (did you mean {' or '.join(found)}?)"
         hint = f"{self.prog} --help lists the options"

@@ -61,9 +61,8 @@ def _ask(url: str, messages: list[dict[str, str]], max_tokens: int | None) -> It
     except urllib.error.URLError as error:
         reason = f"no server answers at {url}; inflight serve starts one ({error.reason})"
         raise ValueError(reason) from None
-    except HTTPException as error:  # as of the port of gRPC
-        reason = f"no HTTP server answers at {url}: --url is the address of /v1 ({error!r})"
-        raise ValueError(reason) from None
+    except HTTPException:  # as of the port of gRPC
+        raise ValueError(f"no HTTP server answers at {url}: --url is the address of /v1") from None
 
 
 def _text(event: dict) -> str:
@@ -77,4 +76,4 @@ def _reason(error: urllib.error.HTTPError) -> str:
     try:
         return json.loads(error.read())["error"]["message"]
     except (ValueError, KeyError, TypeError):
-        return f"{error} ({error.url})"
+        return f"{error} ({error.url}): --url is the address of /v1"
