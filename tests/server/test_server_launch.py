@@ -154,7 +154,7 @@ def test_the_server_ends_with_a_launcher_that_is_killed(counting_repository: Pat
         assert shared_memory_of(folder.name) == []
 
 
-@pytest.mark.parametrize("flag", ["--grpc-port", "--openai-port"])
+@pytest.mark.parametrize("flag", ["--grpc-port", "--port"])
 def test_a_port_in_use_is_reported_before_anything_starts(counting_repository: Path, flag: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
