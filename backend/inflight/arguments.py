@@ -71,9 +71,9 @@ class Parser(argparse.ArgumentParser):
         self._given: Sequence[str] = ()
         self.add_argument("--version", action="version", version=f"inflight {package_version()}")
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        self._given = sys.argv[1:] if args is None else args
-        return super().parse_known_args(args, namespace)
+    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
+        self._given = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(self._given, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Write the message, with the nearest option, and exit with 2."""
