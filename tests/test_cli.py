@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import subprocess
 import sys
 from importlib import metadata
@@ -33,6 +35,15 @@ def test_help_lists_every_command_and_imports_no_dependency(tmp_path: Path) -> N
     assert all(f"\n  {name} " in done.stdout for name in cli.COMMANDS)
 
 
+def test_benchmarks_are_listed_anywhere(tmp_path: Path) -> None:
+    """As installed from a wheel, where only the package is on Python's path."""
+    command = [sys.executable, "-S", "-m", "inflight", "bench", "--help"]
+    environment = {"PATH": os.defpath, "PYTHONPATH": str(ROOT / "backend")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\n  offline " in done.stdout
+
+
 def test_every_command_has_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(cli.__file__).parent / "bundled"))
     assert all(importlib.util.find_spec(module) for module, _ in cli.COMMANDS.values())
@@ -48,7 +59,48 @@ def test_a_wrong_option_is_answered_with_the_nearest(capsys: pytest.CaptureFixtu
 
     with pytest.raises(SystemExit):
         parse(["--modl=x"])
-    assert "unrecognized arguments: --modl=x (did you mean --model?)" in capsys.readouterr().err
+    assert "unrecognized arguments: --modl=x (did you mean --model or --mode?)" in capsys.readouterr().err
+
+
+def test_all_options_that_are_equally_near_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    from inflight.server.cli import parse
+
+    with pytest.raises(SystemExit):
+        parse(["--modle=x"])
+    assert "(did you mean --mode or --model?)" in capsys.readouterr().err
+
+
+JSON_PROGRAMS = {
+    "serve": "inflight.server.cli",
+    "openai": "inflight.openai.__main__",
+    "pictures": "inflight.pictures.__main__",
+    "doctor": "inflight.doctor.__main__",
+    "verify": "inflight.receipts.verify",
+}
+
+
+@pytest.mark.parametrize("source", JSON_PROGRAMS)
+@pytest.mark.parametrize("option", [["--log-format", "json"], ["--log-format=json"]])
+def test_wrong_usage_is_a_line_of_the_json_log(
+    source: str, option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as status:
+        importlib.import_module(JSON_PROGRAMS[source]).main([*option, "--prt", "1"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert status.value.code == 2
+    written = json.loads(line)
+    assert written.pop("time")
+    assert "--help lists the options" in written.pop("message")
+    assert written == {"level": "error", "source": source}
+
+
+def test_a_wrong_command_is_a_line_of_the_json_log(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["srve", "--log_format", "json"]) == 2
+    written = json.loads(capsys.readouterr().err)
+    assert (written["source"], written["message"]) == (
+        "inflight",
+        "there is no command srve; did you mean serve?",
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,6 +110,7 @@ def test_a_wrong_option_is_answered_with_the_nearest(capsys: pytest.CaptureFixtu
         ("max_sise", ["max_size"]),
         ("max_ize", ["max_size"]),
         ("temperature_", ["temperature_a", "temperature_b"]),
+        ("max_isze", ["max_size"]),
         ("else", []),
     ],
 )

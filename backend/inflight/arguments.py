@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import sys
-from collections.abc import Iterable
-from typing import NoReturn
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
+from inflight.log_lines import asks_for_json, error_line
 from inflight.version import package_version
 
 _UNRECOGNIZED = "unrecognized arguments: "
+_SCRIPT = re.compile(r"[ /.]")  # before the name of a program: scripts/serve, inflight serve, inflight.openai
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
@@ -35,13 +38,15 @@ def equally_near(word: str, known: Iterable[str], cutoff: float = 0.6) -> list[s
 
 
 def _edit_distance(one: str, other: str) -> int:
-    """Return how many letters must be inserted, deleted or replaced to turn one word into the other."""
-    row = list(range(len(other) + 1))
+    """Return how many letters must be inserted, deleted, replaced or swapped to turn one word into the other."""
+    before, row = [0], list(range(len(other) + 1))
     for index, letter in enumerate(one, 1):
-        diagonal, row[0] = row[0], index
+        earlier, before, row = before, row, [index]
         for column, expected in enumerate(other, 1):
-            least = min(row[column] + 1, row[column - 1] + 1, diagonal + (letter != expected))
-            diagonal, row[column] = row[column], least
+            least = min(before[column] + 1, row[-1] + 1, before[column - 1] + (letter != expected))
+            if index > 1 and column > 1 and (letter, one[index - 2]) == (other[column - 2], expected):
+                least = min(least, earlier[column - 2] + 1)
+            row.append(least)
     return row[-1]
 
 
@@ -51,18 +56,35 @@ def program_name(script: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that takes no abbreviations, suggests the nearest option, and has --version."""
+    """A parser that takes no abbreviations, suggests the nearest option, and has --version.
 
-    def __init__(self, **keywords: object) -> None:
+    With `--log-format json` on the command line, errors are written as lines of the JSON log.
+
+    Args:
+        other_flags: Flags that the program understands or answers before it parses; they are suggested, too.
+        keywords: Arguments of `argparse.ArgumentParser`.
+    """
+
+    def __init__(self, other_flags: Iterable[str] = (), **keywords: object) -> None:
         super().__init__(allow_abbrev=False, **keywords)  # pyright: ignore[reportArgumentType]
+        self._other_flags = tuple(other_flags)
+        self._given: Sequence[str] = ()
         self.add_argument("--version", action="version", version=f"inflight {package_version()}")
+
+    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
+        self._given = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(self._given, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Write the message, with the nearest option, and exit with 2."""
         if message.startswith(_UNRECOGNIZED):
             unknown = [word.partition("=")[0] for word in message.removeprefix(_UNRECOGNIZED).split()]
-            near = [nearest(word, self._option_string_actions) for word in unknown if word.startswith("--")]
-            found = list(dict.fromkeys(filter(None, near)))
+            known = (*self._option_string_actions, *self._other_flags)
+            near = [equally_near(word, known) for word in unknown if word.startswith("--")]
+            found = list(dict.fromkeys(word for words in near for word in words))
             if found:
                 message += f" (did you mean {' or '.join(found)}?)"
-        self.exit(2, f"{self.prog}: error: {message}\n{self.prog} --help lists the options\n")
+        hint = f"{self.prog} --help lists the options"
+        if asks_for_json(self._given):
+            self.exit(2, error_line(_SCRIPT.split(self.prog)[-1], f"{message}; {hint}"))
+        self.exit(2, f"{self.prog}: error: {message}\n{hint}\n")

@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     if name not in programs:
         near = nearest(name, programs)
         hint = f"; did you mean {near}?" if near else ""
-        sys.stderr.write(f"bench: there is no benchmark {arguments[0]}{hint}\n{_usage(programs)}")
+        sys.stderr.write(f"{_usage(programs)}\nbench: there is no benchmark {arguments[0]}{hint}\n")
         return 2
     sys.argv[:] = [sys.argv[0], *arguments[1:]]
     runpy.run_module(f"benchmarks.{name}", run_name="__main__")

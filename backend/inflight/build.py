@@ -376,7 +376,7 @@ def make_adapters(
             raise ConfigError(
                 "lora_adapters, lora_dir and lora_prefetch_dir name adapters, but this engine takes none: "
                 "lora_cache_gpu_memory_fraction is 0, or leaves no room for one of lora_cache_max_adapter_size, "
-                "the model has latent attention, or transformers' own code runs it"
+                "or transformers' own code runs the model"
             )
         return None
     from inflight.adapters.commands import AdapterCommands

@@ -6,12 +6,12 @@ installed. A subcommand's program runs in this process, as with `python -m`, and
 
 from __future__ import annotations
 
-import importlib.util
 import runpy
 import sys
 from pathlib import Path
 
 from inflight.arguments import nearest
+from inflight.log_lines import asks_for_json, error_line
 from inflight.version import package_version
 
 COMMANDS = {
@@ -48,7 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
     if command not in COMMANDS:
         near = nearest(command, (*COMMANDS, "--help", "--version"))
         hint = f"did you mean {near}?" if near else "inflight --help lists the commands"
-        sys.stderr.write(f"inflight: there is no command {command}; {hint}\n")
+        message = f"there is no command {command}; {hint}"
+        sys.stderr.write(error_line("inflight", message) if asks_for_json(rest) else f"inflight: {message}\n")
         return _WRONG_USAGE
     return _run(command, rest)
 
@@ -56,8 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(command: str, rest: list[str]) -> int:
     """Run a subcommand's program with the options `rest`; return 0, or exit with the program's status."""
     module, _ = COMMANDS[command]
-    if importlib.util.find_spec(module.partition(".")[0]) is None:
-        sys.path.append(str(_BUNDLED))
+    sys.path.append(str(_BUNDLED))  # for the client and the benchmarks, unless they are installed
     # A package's program is its module __main__.
     sys.argv[:] = [f"inflight {command}", *rest]
     runpy.run_module(module, run_name="__main__", alter_sys=False)

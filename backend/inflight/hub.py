@@ -51,7 +51,8 @@ def find_checkpoint(
     if folder.exists() or not _HUB_ID.fullmatch(model):
         is_gguf = folder.suffix.lower() == ".gguf" and folder.is_file()
         if not folder.is_dir() and not is_gguf:
-            raise ConfigError(f"{without_credentials(model)}: not a folder{instead_of_gguf(folder)}")
+            missing = "" if folder.exists() or "://" in model else " (there is no such path)"
+            raise ConfigError(f"{without_credentials(model)}: not a folder{missing}{instead_of_gguf(folder)}")
         if revision is not None:
             raise ConfigError(
                 f"revision {revision!r} is for names of the Hugging Face hub, but {model} is a "

@@ -15,9 +15,10 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime, timezone
+from itertools import pairwise
 from typing import TextIO, TypeAlias, cast
 
 FORMATS = ("text", "json")
@@ -40,7 +41,7 @@ _RECORD = re.compile(
     re.DOTALL,
 )
 _RANK = re.compile(r"rank (?P<rank>\d+): (?P<level>[A-Z]+) (?P<message>.*)", re.DOTALL)
-_SERVE = "serve: "
+_PROGRAM = re.compile(r"(?P<name>serve|openai|pictures): (?P<message>.*)", re.DOTALL)
 _LEVELS = {"I": "info", "W": "warning", "E": "error", "F": "fatal"}
 _FIELD = r'(\w+)=("(?:[^"\\]|\\.)*"|[^\s"]+)'
 _FIELDS = re.compile(_FIELD)
@@ -148,13 +149,13 @@ class JsonLog:
     def write(self, text: str) -> int:
         """Write lines as JSON. An unfinished line is kept until its end is written.
 
-        A message of `serve` may have several lines, and is written as one object.
+        A message of `serve: ` or another program may have several lines, and is written as one object.
         """
         context = self._context
         whole = context.part + text
-        if whole.startswith(_SERVE) and whole.endswith("\n"):
+        if _PROGRAM.match(whole) and whole.endswith("\n"):
             *lines, context.part = whole.rstrip("\n"), ""
-        elif whole.startswith(_SERVE):
+        elif _PROGRAM.match(whole):
             lines, context.part = [], whole
         else:
             *lines, context.part = whole.split("\n")
@@ -184,13 +185,9 @@ class JsonLog:
         if found := _RANK.match(line):
             head = {"level": found["level"].lower(), "source": "rank", "rank": int(found["rank"])}
             return self._record(_text_of(now), head, _message(found["message"]))
-        if line.startswith(_SERVE):
-            return {
-                "time": _text_of(now),
-                "level": self._level,
-                "source": "serve",
-                "message": line[len(_SERVE) :],
-            }
+        if found := _PROGRAM.match(line):
+            head = {"level": self._level, "source": found["name"]}
+            return {"time": _text_of(now), **head, "message": found["message"]}
         last = self._context.last
         head = last if last.get("level", "info") != "info" else {"level": self._level}
         return {"time": _text_of(now), **head, "message": line}
@@ -205,6 +202,18 @@ class JsonLog:
 def open_log(log_format: str, level: str = "info") -> TextIO:
     """Return stderr, or for the format json a wrapper that writes JSON; `level` is that of lines without one."""
     return cast(TextIO, JsonLog(sys.stderr, level)) if log_format == "json" else sys.stderr
+
+
+def asks_for_json(arguments: Sequence[str]) -> bool:
+    """Return whether a command line has `--log-format json`, even if the rest of it is wrong."""
+    words = [word.replace("_", "-") for word in arguments]
+    return "--log-format=json" in words or ("--log-format", "json") in pairwise(words)
+
+
+def error_line(program: str, message: str) -> str:
+    """Return a program's error message as a line of the JSON log."""
+    head = {"time": _text_of(datetime.now(timezone.utc)), "level": "error", "source": program}
+    return json.dumps({**head, "message": message}, ensure_ascii=False) + "\n"
 
 
 def _message(text: str) -> dict[str, Value]:

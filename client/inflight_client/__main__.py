@@ -63,7 +63,7 @@ def main(arguments: Seq[str] | None = None) -> int:
 def _client(options: argparse.Namespace) -> Client:
     from inflight_client.client import Client
 
-    return Client(options.url, options.model)
+    return Client(options.url.rpartition("://")[2].rstrip("/"), options.model)
 
 
 def _generate(options: argparse.Namespace) -> None:
@@ -80,7 +80,9 @@ def _generate(options: argparse.Namespace) -> None:
 
 
 def _chat(options: argparse.Namespace) -> None:
-    chat(options.url.rstrip("/"), options.system, options.max_tokens, sys.stdin, sys.stdout)
+    address = options.url.rstrip("/").removesuffix("/v1")
+    url = address if "://" in address else f"http://{address}"
+    chat(url, options.system, options.max_tokens, sys.stdin, sys.stdout)
 
 
 def _state(options: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from http.client import HTTPException
 from typing import TextIO
 
 _PROMPT = "> "
@@ -60,6 +61,8 @@ def _ask(url: str, messages: list[dict[str, str]], max_tokens: int | None) -> It
     except urllib.error.URLError as error:
         reason = f"no server answers at {url}; inflight serve starts one ({error.reason})"
         raise ValueError(reason) from None
+    except HTTPException:  # as of the port of gRPC
+        raise ValueError(f"no HTTP server answers at {url}: --url is the address of /v1") from None
 
 
 def _text(event: dict) -> str:
@@ -69,8 +72,8 @@ def _text(event: dict) -> str:
 
 
 def _reason(error: urllib.error.HTTPError) -> str:
-    """Return the message in the body of a refusal, else the HTTP status."""
+    """Return the message in the body of a refusal, else the HTTP status and the address."""
     try:
         return json.loads(error.read())["error"]["message"]
     except (ValueError, KeyError, TypeError):
-        return str(error)
+        return f"{error} ({error.url}): --url is the address of /v1"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
+from inflight_client.__main__ import main
 from inflight_client.chat import chat
 
 
@@ -67,3 +69,28 @@ def test_without_a_server_its_address_is_named() -> None:
         ValueError, match=r"no server answers at http://127\.0\.0\.1:9; inflight serve starts one"
     ):
         chat("http://127.0.0.1:9", None, None, io.StringIO("hello\n"), io.StringIO())
+
+
+def test_a_server_without_http_is_an_error() -> None:
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(b"\x00\x00\x18\x04")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(ValueError, match=f"no HTTP server answers at {url}: --url is the address of /v1"):
+            chat(url, None, None, io.StringIO("hello\n"), io.StringIO())
+        thread.join()
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
+def test_the_address_may_be_short_or_that_of_v1(
+    url: str, suffix: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
+    assert main(["chat", "--url", url.removeprefix("http://") + suffix]) == 0
+    assert capsys.readouterr().out == "ONE!\n"

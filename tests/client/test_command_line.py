@@ -145,6 +145,11 @@ def test_an_adapter_path_without_load_is_refused(server: FakeServer) -> None:
         main(["adapters", "--url", server.url, "--path", "a"])
 
 
+def test_the_address_may_have_a_scheme(server: FakeServer) -> None:
+    assert main(["generate", "x", "--url", f"http://{server.url}/"]) == 0
+    assert len(server.asked) == 1
+
+
 @pytest.mark.parametrize(("given", "tensor"), [("sql", "lora_name"), ("7", "lora_task_id")])
 def test_lora_selects_an_adapter(server: FakeServer, capsys, given: str, tensor: str) -> None:
     assert main(["generate", "x", "--url", server.url, "--lora", given]) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import namedtuple
@@ -108,6 +109,26 @@ def test_a_missing_tokenizer_is_a_warning(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "llama", "LlamaForCausalLM")
     (warning,) = preflight.warnings(ServerOptions(wanted=Wanted(folder)))
     assert "no tokenizer.json: only requests with token ids are served" in warning
+
+
+def test_missing_and_damaged_weights(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    shutil.copytree(DEMO_MODEL, folder)
+    weights = folder / "model.safetensors"
+    size = weights.stat().st_size
+    os.truncate(weights, 100_000)
+    assert problem(folder) == f"{weights} is cut off: it has 100000 of {size} bytes: download it again"
+    weights.write_bytes(bytes(8))
+    assert problem(folder) == f"{weights} is no safetensors file: download it again"
+    weights.unlink()
+    assert problem(folder) == f"{folder} has no model.safetensors: download the checkpoint again"
+    (folder / "pytorch_model.bin").touch()
+    assert "it has pytorch_model.bin: weights are read from safetensors alone" in problem(folder)
+    index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "pytorch_model.bin").unlink()
+    shutil.copy(DEMO_MODEL / "model.safetensors", folder / "model-1-of-2.safetensors")
+    assert "has no model-2-of-2.safetensors" in problem(folder)
 
 
 def test_serve_says_the_reason_and_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -205,6 +205,36 @@ def test_unserved_routes_are_refused(fake_url: str, method: str, route: str, sta
     assert answer.status_code == status and answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("method", "route", "hint"),
+    [
+        ("POST", "/chat/completions", "did you mean /v1/chat/completions?"),
+        ("POST", "/v1/completion", "did you mean /v1/completions?"),
+        ("GET", "/v1/completions", "send POST"),
+        ("POST", "/v2/models/ensemble/generate", "Triton's protocol is served at another port"),
+    ],
+)
+def test_a_wrong_route_is_answered_with_the_nearest(
+    fake_url: str, method: str, route: str, hint: str
+) -> None:
+    message = httpx.request(method, fake_url + route).json()["error"]["message"]
+    assert message.startswith(f"{method} {route}: ") and hint in message
+
+
+@pytest.mark.parametrize(
+    ("route", "field", "hint"),
+    [
+        ("/v1/completions", "messages", "/v1/chat/completions takes messages"),
+        ("/v1/chat/completions", "prompt", "/v1/completions takes a prompt"),
+    ],
+)
+def test_a_field_of_the_other_route_is_answered_with_that_route(
+    fake_url: str, route: str, field: str, hint: str
+) -> None:
+    error = httpx.post(fake_url + route, json={field: []}).json()["error"]
+    assert (error["param"], error["code"]) == (field, "unknown_parameter") and hint in error["message"]
+
+
 def test_a_body_that_is_not_json_is_refused(fake_url: str) -> None:
     answer = httpx.post(
         f"{fake_url}/v1/completions", content=b"{", headers={"content-type": "application/json"}

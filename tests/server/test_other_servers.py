@@ -41,6 +41,7 @@ def test_underscores_and_other_names_of_values_are_understood() -> None:
     )
     assert (options.tp, options.wanted.engine, options.wanted.dtype) == (2, "torch", "float16")
     assert options.openai.served_model_names == ("llama",)
+    assert cli.parse(["--dtype", "bf16"]).wanted.dtype == "bfloat16"
     assert cli.parse(["--dtype", "auto", "--model-impl", "auto"]).wanted == cli.parse([]).wanted
 
 
@@ -97,6 +98,24 @@ def test_all_flags_are_answered_at_once() -> None:
     assert second.startswith("--seed is a flag of another server: set seed in each request")
 
 
+@pytest.mark.parametrize(
+    ("misspelled", "near"),
+    [
+        ("--max-model-length", "--max-model-len"),
+        ("--tensor-paralel-size", "--tensor-parallel-size"),
+        ("--gpu_memory_utilisation", "--gpu-memory-utilization"),
+        ("--enable-prefix-cache", "--enable-prefix-caching"),
+        ("--prt", "--port"),
+    ],
+)
+def test_the_nearest_flag_may_be_another_servers(
+    misspelled: str, near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.parse([misspelled, "1"])
+    assert f"(did you mean {near}?)" in capsys.readouterr().err
+
+
 def test_no_flag_of_this_server_is_in_the_tables() -> None:
     assert not OWN & {*SAME, *SWITCHES, *DIFFERENT}
 
@@ -136,6 +155,11 @@ def test_a_model_behind_api_keys_is_asked_for_without_showing_them() -> None:
         OptionError, match=r"^--api-key takes all words that follow it: put the model before it"
     ):
         cli.parse(["--api-key", "secret", "Qwen/Qwen3-0.6B"])
+
+
+def test_a_port_that_is_given_twice_is_refused_with_both_flags() -> None:
+    with pytest.raises(OptionError, match=r"^--grpc-port and --port are both 9500: choose different ports$"):
+        resolve_ports("127.0.0.1", Ports(grpc=9500, openai=9500))
 
 
 def test_a_foreign_address_is_answered_with_host() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import platform
 import re
 import shutil
 import subprocess
+import sys
 import venv
 from pathlib import Path
 
@@ -97,6 +99,92 @@ def test_equal_programs_are_stored_once(checkout: Path):
         assert (folder / "perf_client").samefile(folder / "perf_analyzer") is is_same
 
 
+def remove_unused(checkout: Path, purpose: str = "serve", environment: str = ".venv") -> Path:
+    """Run the step that makes an environment smaller; return the folder of its packages."""
+    folder = checkout / environment
+    packages = folder / "lib"
+    packages.mkdir(exist_ok=True)
+    python = folder / "bin" / "python"
+    answers = f"'-c import sys; print(sys.prefix)') echo '{folder}' ;; *sysconfig*) echo '{packages}' ;;"
+    python.write_text(f'#!/bin/sh\ncase "$*" in {answers} *) exec \'{sys.executable}\' "$@" ;; esac\n')
+    script = 'set -euo pipefail; . "$0/scripts/lib.sh"; PYTHON="$1" remove_unused "$2"'
+    command = ["bash", "-c", script, str(checkout), str(python), purpose]
+    subprocess.run(command, check=True, timeout=60)
+    return packages
+
+
+def add_packages(checkout: Path, environment: str = ".venv") -> Path:
+    """Put files into an environment of which a server needs only some; return the folder of its packages."""
+    packages = checkout / environment / "lib"
+    for name in (*KEPT, *NOT_KEPT):
+        (packages / name).parent.mkdir(parents=True, exist_ok=True)
+        (packages / name).touch()
+    return packages
+
+
+def names_of(packages: Path) -> set[str]:
+    return {str(path.relative_to(packages)) for path in packages.rglob("*") if path.is_file()}
+
+
+def test_a_servers_environment_has_no_tests_of_packages(checkout: Path):
+    make_environment(checkout, ".venv")
+    assert not names_of(remove_unused(checkout)), "missing folders are fine"
+    packages = add_packages(checkout)
+    (checkout / ".venv" / ".made-by-inflight").touch()
+    remove_unused(checkout, "test")
+    assert names_of(packages) == {*KEPT, *NOT_KEPT}
+    remove_unused(checkout)
+    assert names_of(packages) == set(KEPT)
+    remove_unused(checkout)
+    assert names_of(packages) == set(KEPT)
+
+
+def test_an_environment_of_the_users_own_is_left_as_it_is(checkout: Path):
+    make_environment(checkout, ".venv")
+    (checkout / ".venv" / ".made-by-inflight").touch()
+    make_environment(checkout, "active")
+    packages = add_packages(checkout, "active")
+    remove_unused(checkout, environment="active")
+    assert names_of(packages) == {*KEPT, *NOT_KEPT}
+
+
+def test_an_environment_that_the_scripts_made_is_marked(checkout: Path):
+    script = '. "$0/scripts/lib.sh"; find_python() { echo "$1"; }; make_venv'
+    python = checkout / "python"
+    python.write_text(
+        '#!/bin/sh\n[ "$1" = -c ] && echo 3.11 || mkdir -p "$(for last; do :; done; echo $last)"\n'
+    )
+    python.chmod(0o755)
+    script = script.replace("$1", str(python))
+    subprocess.run(["bash", "-c", script, str(checkout)], check=True, timeout=60, capture_output=True)
+    assert (checkout / ".venv" / ".made-by-inflight").exists()
+
+
+@pytest.mark.skipif(not (shutil.which("strip") and shutil.which("gcc")), reason="needs gcc and strip")
+def test_libraries_lose_their_symbols_if_they_load_without(checkout: Path):
+    make_environment(checkout, ".venv")
+    (checkout / ".venv" / ".made-by-inflight").touch()
+    packages, source = checkout / ".venv" / "lib", checkout / "big.c"
+    packages.mkdir()
+    source.write_text(
+        "char big[2 << 20] = {1}; static int seven(void) { return 7; }\nint sum(void) { return seven() + *big; }"
+    )
+    good, broken, absent = packages / "good.so", packages / "broken.so.1", checkout / "absent.so"
+    for path, needed in ((good, []), (absent, []), (broken, [absent])):
+        subprocess.run(
+            ["gcc", "-shared", "-fPIC", "-Wl,--no-as-needed", "-o", path, source, *needed], check=True
+        )
+    absent.unlink()
+    before = {path: path.read_bytes() for path in (good, broken)}
+    with good.open("rb") as in_use:
+        remove_unused(checkout)
+        assert in_use.read() == before[good], "a running server keeps its file"
+    assert b"seven" in before[good] and b"seven" not in good.read_bytes()
+    assert good.stat().st_mode & 0o111 and ctypes.CDLL(str(good)).sum() == 8
+    assert broken.read_bytes() == before[broken]
+    assert names_of(packages) == {"good.so", "broken.so.1"}
+
+
 def test_the_modules_that_are_compiled_exist():
     (names,) = re.findall(r"-c 'import (.+)'$", (ROOT / "scripts" / "lib.sh").read_text(), re.MULTILINE)
     assert all(importlib.util.find_spec(name) for name in names.split(", "))
@@ -117,7 +205,7 @@ def install(checkout: Path, **variables: str) -> str:
     [
         (
             FULL,
-            "installing failed because a disk is full: .venv takes 1.2 GB",
+            "installing failed because a disk is full: .venv needs 1.3 GB while it is made",
             "set TMPDIR to another folder",
         ),
         (BROKEN, "because the package registry https://host/simple does not answer", "set HTTPS_PROXY"),
@@ -152,6 +240,24 @@ def test_a_registry_that_refuses_connections_is_named(checkout: Path):
         PYTHONPATH=str(packages),
     )
     assert "because the package registry http://127.0.0.1:1/simple does not answer" in said.splitlines()[-1]
+
+
+KEPT = (
+    "torch/bin/torch_shm_manager",
+    "torch/testing/__init__.py",
+    "numpy/core/_multiarray_umath.so",
+    "a/tests/b.py",
+)
+NOT_KEPT = (
+    "torch/test/op_test",
+    "torch/bin/test_api",
+    "torch/bin/FileStoreTest",
+    "torch/bin/protoc",
+    "torch/bin/protoc-3.1",
+    "numpy/core/tests/test_x.py",
+    "sympy/core/tests/deep/test_y.py",
+    "networkx/tests/z.py",
+)
 
 
 PROGRAMS = [

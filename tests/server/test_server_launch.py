@@ -154,8 +154,10 @@ def test_the_server_ends_with_a_launcher_that_is_killed(counting_repository: Pat
         assert shared_memory_of(folder.name) == []
 
 
-@pytest.mark.parametrize("flag", ["--grpc-port", "--openai-port"])
-def test_a_port_in_use_is_reported_before_anything_starts(counting_repository: Path, flag: str) -> None:
+@pytest.mark.parametrize(("flag", "named"), [("--grpc-port", "--grpc-port"), ("--openai-port", "--port")])
+def test_a_port_in_use_is_reported_before_anything_starts(
+    counting_repository: Path, flag: str, named: str
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         with command(counting_repository, flag, port) as serving:
@@ -163,7 +165,7 @@ def test_a_port_in_use_is_reported_before_anything_starts(counting_repository: P
     assert serving.process.returncode == 2
     assert output == ""
     assert f"port {port}" in errors
-    assert flag in errors
+    assert f"choose another with {named}, " in errors
     assert "tritonserver" not in errors
 
 

@@ -46,6 +46,7 @@ def test_harmless_parameters_of_known_clients_are_accepted(name: str, vocabulary
         (Vocabulary.TEXT, "temprature", "did you mean temperature?"),
         (Vocabulary.TEXT, "allotted_time", "did you mean allotted_time_ms?"),
         (Vocabulary.TEXT, "xyzzy", "leave it out"),
+        (Vocabulary.TEXT, "prompt", "did you mean text_input?"),
         (Vocabulary.TOKENS, "input_id", "did you mean input_ids?"),
         (Vocabulary.TOKENS, "image_input", "this model does not take it"),
         (Vocabulary.TEXT, "decoder_input_ids", "this model does not take it"),

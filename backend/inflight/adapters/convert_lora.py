@@ -44,6 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
     from inflight.adapters.peft_folder import read_peft_folder
     from inflight.models.registry import read_model_description
 
+    if not given.folder.is_dir():
+        parser.error(f"{given.folder}: no such folder")
     try:
         model = read_model_description(given.model) if given.model else None
         adapter = read_peft_folder(given.folder, model, given.storage_type)

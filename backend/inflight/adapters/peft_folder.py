@@ -262,8 +262,8 @@ def _check_row(row: _PeftRow, config: PeftConfig) -> None:
         )
     if not config.is_target(name):
         raise InvalidArgument(
-            f"{name}: there are tensors of this layer, and by target_modules, exclude_modules and "
-            f"layers_to_transform of {CONFIG_FILE} the adapter does not change it"
+            f"{name}: the adapter has tensors of this layer, although target_modules, exclude_modules and "
+            f"layers_to_transform of {CONFIG_FILE} leave it out"
         )
     if (row.magnitude is not None) != config.use_dora:
         has = "no " if row.magnitude is None else ""

@@ -6,6 +6,7 @@ server. What takes longer to find out is reported by `inflight doctor`, or when 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ from inflight.doctor.machine import check_shared_memory, has_gpu
 from inflight.engine.memory import available_cpu_memory
 from inflight.engine_folder import is_engine_folder
 from inflight.errors import ConfigError
+from inflight.gguf.folder import is_gguf
 from inflight.server.launch import ServerOptions, lay_out
 from inflight.server.repository import read_engine_parameters
 
@@ -30,6 +32,7 @@ _CHECKED = ("*.safetensors", "tokenizer.json", "config.json")
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _NO_TEXT = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+_OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _GIB = 2**30
 
 
@@ -65,7 +68,8 @@ def problems(options: ServerOptions, root: Path = Path("/")) -> Iterator[str]:
     engine = None if parameters is None else parameters.engine
     if parameters is not None and (reason := _saved_blocks(options, parameters.kv_cache_dir)):
         yield reason
-    if (reason := _family(options, engine) or _memory(options, engine, root)) is not None:
+    reason = _family(options, engine) or _memory(options, engine, root) or _weights(options, engine)
+    if reason is not None:
         yield reason
 
 
@@ -232,11 +236,55 @@ def _memory(options: ServerOptions, engine: EngineConfig | None, root: Path) -> 
     )
 
 
+def _weights(options: ServerOptions, engine: EngineConfig | None) -> str | None:
+    """Return which file of the weights is missing or incomplete."""
+    folder = options.wanted.model
+    if engine is None or folder is None or options.wanted.engine_dir is not None:
+        return None
+    if is_engine_folder(folder) or is_gguf(folder) or not (folder / "config.json").is_file():
+        return None
+    for name in sorted(_weight_files(folder)):
+        path = folder / name
+        if not path.is_file():
+            others = sorted(file.name for file in folder.iterdir() if file.suffix in _OTHER_WEIGHTS)
+            has = (
+                f" (it has {', '.join(others[:3])}: weights are read from safetensors alone)"
+                if others
+                else ""
+            )
+            return f"{folder} has no {name}{has}: download the checkpoint again"
+        expected, size = _bytes_by_header(path), path.stat().st_size
+        if expected is None or expected > size:
+            what = (
+                "no safetensors file" if expected is None else f"cut off: it has {size} of {expected} bytes"
+            )
+            return f"{path} is {what}: download it again"
+    return None
+
+
+def _bytes_by_header(path: Path) -> int | None:
+    """Return the size of a safetensors file according to its header; None if it has no such header."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > path.stat().st_size:
+            return length + 8
+        try:
+            header = json.loads(file.read(length))
+            ends = [each["data_offsets"][1] for name, each in header.items() if name != "__metadata__"]
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            return None
+    return 8 + length + max(ends, default=0)
+
+
+def _weight_files(folder: Path) -> set[str]:
+    """Return the names of the weights' files: model.safetensors if it exists, else those of the index."""
+    if not (folder / "model.safetensors").exists():
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+            return set(index["weight_map"].values())
+    return {"model.safetensors"}
+
+
 def _stored_bytes(folder: Path) -> int:
-    """Return the size of the weights' files: those of the index, or model.safetensors."""
-    try:
-        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
-        names = set(index["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        names = {"model.safetensors"}
-    return sum((folder / name).stat().st_size for name in names if (folder / name).is_file())
+    """Return the size of the weights' files."""
+    return sum((folder / name).stat().st_size for name in _weight_files(folder) if (folder / name).is_file())

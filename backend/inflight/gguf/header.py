@@ -131,9 +131,7 @@ def _open(path: Path) -> Any:
     try:
         from gguf import GGUFReader
     except ImportError:
-        raise ConfigError(
-            f"{path}: reading a GGUF file needs the package gguf (pip install gguf -c constraints.txt)"
-        ) from None
+        raise ConfigError(f"{path}: reading a GGUF file needs the package gguf (pip install gguf)") from None
     try:
         return GGUFReader(path)
     except OSError as error:

@@ -260,9 +260,13 @@ def _explained(reason: str) -> str:
     """Return an explanation of the library's reason, followed by the library's own message."""
     for sign, meaning in _MEANINGS.items():
         if sign in reason:
-            return f"{meaning} (llguidance: {reason})"
+            # What follows a line like this is the grammar that was made of the guide.
+            found = _EXPRESSION_ERROR.search(reason)
+            return f"{meaning} (llguidance: {found[1] if found else reason})"
     return f"llguidance reports: {reason}"
 
+
+_EXPRESSION_ERROR = re.compile(r"^error: (.+)$", re.MULTILINE)
 
 _MEANINGS = {
     "are not disjoint": "two patternProperties may match one name, which cannot be followed",

@@ -23,6 +23,7 @@ from typing import TextIO
 import uvicorn
 
 from inflight.access_log import write_access_lines
+from inflight.arguments import Parser
 from inflight.core.ports import EngineClient
 from inflight.endpoint.client import SocketEngineClient
 from inflight.errors import InflightError
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return_large_blocks()
     parser = _parser()
     given = parser.parse_args(arguments)
+    errors = open_log(given.log_format, "error")
     _log_to(open_log(given.log_format))
     try:
         options = read_arguments(given, given.host, given.port, given.metrics_url, pictures=given.pictures)
@@ -56,13 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         encoder = None if options.pictures is None else PicturesClient(str(options.pictures))
         config = _config(client, options, encoder, given.exit_timeout)
     except (InflightError, ValueError, OSError) as error:
-        print(f"openai: {error}", file=sys.stderr)
+        print(f"openai: {error}", file=errors)
         return 2
     try:
         listener = _listen(options)
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-        print(f"openai: port {options.port} on {options.host} cannot be used ({reason})", file=sys.stderr)
+        print(f"openai: port {options.port} on {options.host} cannot be used ({reason})", file=errors)
         return 2
     with listener:
         print(f"LISTENING {address(options, listener)}", flush=True)
@@ -82,11 +84,10 @@ def _log_to(stream: TextIO) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m inflight.openai",
         description="Serve OpenAI's protocol (/v1) for an engine. scripts/serve starts this itself; started "
         "alone, it serves an engine on another host.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     engine = parser.add_mutually_exclusive_group(required=True)

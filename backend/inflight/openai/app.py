@@ -57,13 +57,13 @@ def create_app(
     app = FastAPI(title="inflight", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.context = context
     app.state.bodies = BodyReader(session, options.max_body_bytes)
-    add_error_handlers(app)
     modules = (models, completions, chat_completions, tokenize, server_routes)
     routers = (*(module.router for module in modules), playground_router)
     for router in routers:
         app.include_router(router)
     add_middleware(app, options)
     paths = frozenset(getattr(route, "path", "") for router in routers for route in router.routes)
+    add_error_handlers(app, paths)
     app.add_middleware(HttpObserver, paths=paths, metrics=context.http_metrics, access_log=access_log)
     return app
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from typing import Any, cast
@@ -19,6 +19,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from inflight.arguments import nearest
 from inflight.core.request.sampling_config import CONTROLS
 from inflight.errors import (
     BadAdapter,
@@ -154,22 +155,41 @@ def error_response(error: Exception) -> JSONResponse:
     return JSONResponse(body, status, {"Retry-After": "1"} if status in (429, 503) else None)
 
 
-def add_error_handlers(app: FastAPI) -> None:
-    """Register handlers that return every error in OpenAI's format."""
+def add_error_handlers(app: FastAPI, paths: Collection[str]) -> None:
+    """Register handlers that return every error in OpenAI's format.
+
+    Args:
+        app: The application.
+        paths: Paths of its routes, of which the nearest is named for a path that is not among them.
+    """
+    routes = sorted(path for path in paths if "{" not in path)
 
     async def of_engine(request: Request, error: Exception) -> JSONResponse:
         return error_response(error)
 
     async def of_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        path = f"{request.method} {request.url.path}"
-        message = f"{path}: {error.detail}" if error.status_code in (404, 405) else str(error.detail)
+        message = str(error.detail)
+        if error.status_code in (404, 405):
+            message = f"{request.method} {request.url.path}: {message}{_other_route(routes, request, error)}"
         return JSONResponse(error_body(error.status_code, message), error.status_code, error.headers)
 
     app.add_exception_handler(InflightError, of_engine)
     app.add_exception_handler(UnicodeEncodeError, of_engine)
     app.add_exception_handler(Exception, of_engine)
     app.add_exception_handler(HTTPException, of_http)
+
+
+def _other_route(routes: Sequence[str], request: Request, error: HTTPException) -> str:
+    """Return a hint to the method or the route that the client meant, for the end of a message; "": none."""
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        return f"; send {allowed}" if allowed else ""
+    path = request.url.path[:_SHOWN]
+    if path.startswith("/v2/"):
+        return "; Triton's protocol is served at another port (scripts/serve --http-port)"
+    near = nearest(path, routes)
+    return f"; did you mean {near}?" if near else ""
 
 
 def validation_error(error: pydantic.ValidationError) -> ApiError:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from inflight.arguments import Parser
 from inflight.errors import ConfigError
 from inflight.log_lines import FORMATS, LineFormatter, open_log
 from inflight.pictures.encoder import CACHE_BYTES, PictureEncoder
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         encoder = PictureEncoder(given.checkpoint, given.dtype, given.device, given.cache_bytes)
         asyncio.run(_serve(PicturesServer(encoder), given.socket))
     except ConfigError as error:
-        print(f"pictures: {error}", file=sys.stderr)
+        print(f"pictures: {error}", file=open_log(given.log_format, "error"))
         return 2
     return 0
 
@@ -45,10 +46,9 @@ async def _serve(server: PicturesServer, path: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m inflight.pictures",
         description="Encode the pictures of prompts with a checkpoint's vision tower.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT", help="folder of the checkpoint")

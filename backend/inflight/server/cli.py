@@ -11,12 +11,11 @@ import os
 import sys
 from collections.abc import Callable, Generator
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Protocol, TextIO, cast
 
 from inflight.engine_folder import is_engine_folder
-from inflight.log_lines import ACCESS_LOG_VARIABLE, open_log
+from inflight.log_lines import ACCESS_LOG_VARIABLE, asks_for_json, open_log
 from inflight.openai.options import API_KEYS_VARIABLE, OpenAiOptions, read_arguments
 from inflight.processes import raise_descriptor_limit
 from inflight.progress import ProgressEcho
@@ -56,7 +55,8 @@ def main(
         judge: Asked before a checkpoint is downloaded; None: every checkpoint is downloaded.
     """
     raise_descriptor_limit()
-    errors = _error_stream(sys.argv[1:] if arguments is None else arguments)
+    is_json = asks_for_json(sys.argv[1:] if arguments is None else arguments)
+    errors = open_log("json" if is_json else "text", "error")
     try:
         options = parse(arguments, judge)
         if run is None and not options.triton:
@@ -79,12 +79,6 @@ def main(
         )
         print(f"serve: {why}", file=errors)
         return ServeError.exit_code
-
-
-def _error_stream(arguments: list[str]) -> TextIO:
-    """Return the stream for this command's errors, whose form must be known even if the command line is wrong."""
-    is_json = "--log-format=json" in arguments or ("--log-format", "json") in pairwise(arguments)
-    return open_log("json" if is_json else "text", "error")
 
 
 def parse(arguments: list[str] | None, judge: Judge | None = None) -> ServerOptions:

@@ -21,9 +21,9 @@ CONTROL_KEY_HEADER = "inflight-control-key"
 """HTTP header with the key. Over gRPC, its name is prefixed with `triton-grpc-protocol-`."""
 
 # tritonserver takes a key only as an argument, which other users of the machine can read. If the operator
-# sets no key, this header name is used, which contains a colon: neither HTTP nor gRPC can send such a
-# header, so that nobody can use the key.
-_UNSENDABLE_HEADER = "nobody:has-this-key"
+# sets no key, the name of the header begins with this, which contains a colon and a space: neither HTTP nor
+# gRPC can send such a header, so that nobody can use the key. Triton's refusals show the name.
+_UNSENDABLE_HEADER = "none: the server was started without "
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,10 @@ class ClientApis:
             "model-config": self.model_config,
         }
         shut = ["model-repository", *(api for api, is_offered in is_open.items() if not is_offered)]
-        header = _UNSENDABLE_HEADER if self.key is None else CONTROL_KEY_HEADER
+        header = CONTROL_KEY_HEADER
+        if self.key is None:
+            header = _UNSENDABLE_HEADER + ", ".join(
+                ["--model-control", *(f"--allow-{api}" for api in shut[1:])]
+            )
         restriction = f"{','.join(shut)}:{header}={self.key or secrets.token_hex(32)}"
         return [f"--http-restricted-api={restriction}", f"--grpc-restricted-protocol={restriction}"]

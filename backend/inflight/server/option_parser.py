@@ -18,6 +18,7 @@ from inflight.server.option_types import (
     size,
     whole,
 )
+from inflight.server.other_servers import FLAGS
 from inflight.server.ranks import Mode
 from inflight.server.repository import default_repository
 
@@ -25,6 +26,7 @@ from inflight.server.repository import default_repository
 def make_parser() -> argparse.ArgumentParser:
     """Make the parser of the command line."""
     parser = Parser(
+        other_flags=FLAGS,
         prog=program_name("scripts/serve"),
         description="Start tritonserver in the foreground, and print READY when every model is ready.",
         epilog="--no-venv, an option of the script itself, uses the active Python environment instead of .venv. "

@@ -38,7 +38,14 @@ SAME: Mapping[str, str] = {
 """The option here, by another server's flag with one value: a flag, or `--set` and a parameter."""
 
 SAME_VALUES: Mapping[str, Mapping[str, str]] = {
-    "--dtype": {"auto": "", "half": "float16", "float": "float32"},
+    "--dtype": {
+        "auto": "",
+        "half": "float16",
+        "float": "float32",
+        "fp16": "float16",
+        "bf16": "bfloat16",
+        "fp32": "float32",
+    },
     "--engine": {"auto": "", "vllm": "torch", "pytorch": "torch", "trt": "tensorrt"},
 }
 """The value here, by an option and another server's value; "": the option is left out."""
@@ -181,6 +188,8 @@ DIFFERENT: Mapping[str, str] = {
 }
 """Advice by another server's flag that has no option with the same values here."""
 
+FLAGS = (*SAME, *SWITCHES, *DIFFERENT)
+"""Flags of other servers that are understood or answered."""
 
 _FLAG = re.compile(r"--[a-zA-Z][\w-]*")
 

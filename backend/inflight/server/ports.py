@@ -44,15 +44,32 @@ def resolve_ports(address: str, asked: Ports) -> Ports:
 
     Raises OptionError with the flag if a port is taken.
     """
+    _check_different(asked)
     with contextlib.ExitStack() as held:
-        # All ports are held at the same time, so that no free port is chosen twice, and a port that is given
-        # twice is an error.
+        # All ports are held at the same time, so that no free port is chosen twice.
         return Ports(
             http=_claim(held, address, asked.http, "--http-port"),
             grpc=_claim(held, address, asked.grpc, "--grpc-port"),
             metrics=_claim(held, address, asked.metrics, "--metrics-port"),
-            openai=None if asked.openai is None else _claim(held, address, asked.openai, "--openai-port"),
+            openai=None if asked.openai is None else _claim(held, address, asked.openai, "--port"),
         )
+
+
+def _check_different(asked: Ports) -> None:
+    """Raise OptionError if two flags have the same port."""
+    flags: dict[int, str] = {}
+    given = {
+        "--http-port": asked.http,
+        "--grpc-port": asked.grpc,
+        "--metrics-port": asked.metrics,
+        "--port": asked.openai,
+    }
+    for flag, port in given.items():
+        if not port:
+            continue
+        if port in flags:
+            raise OptionError(f"{flags[port]} and {flag} are both {port}: choose different ports")
+        flags[port] = flag
 
 
 def _claim(held: contextlib.ExitStack, address: str, port: int, flag: str) -> int:

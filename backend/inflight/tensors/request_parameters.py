@@ -122,6 +122,10 @@ def error_writer(parameters: str) -> Callable[[InflightError], str]:
     return str
 
 
+_OTHER_NAMES = {"prompt": "text_input", "n": "num_return_sequences"}
+"""Input that a client of OpenAI's protocol may mean, by the field of the body."""
+
+
 def refuse_unread(
     given: Mapping[str, Any], table: TensorTable, vocabulary: Vocabulary, read: Collection[str]
 ) -> None:
@@ -139,7 +143,8 @@ def refuse_unread(
             continue
         if key in inputs:
             raise InvalidArgument(f"{key} came as a request parameter: it is an input, send it as a tensor")
-        near = difflib.get_close_matches(key, [*inputs, *read], n=1)
+        other = _OTHER_NAMES.get(key)
+        near = [other] if other in inputs else difflib.get_close_matches(key, [*inputs, *read], n=1)
         hint = f"did you mean {near[0]}?" if near else "leave it out"
         shown = repr(value) if len(repr(value)) < 80 else f"{repr(value)[:80]}…"
         raise InvalidArgument(
