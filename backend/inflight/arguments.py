@@ -71,7 +71,9 @@ class Parser(argparse.ArgumentParser):
         self._given: Sequence[str] = ()
         self.add_argument("--version", action="version", version=f"inflight {package_version()}")
 
-    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride] - it has overloads
+        self, args: Iterable[str] | None = None, namespace: Any = None
+    ) -> Any:
         self._given = sys.argv[1:] if args is None else list(args)
         return super().parse_known_args(self._given, namespace)
 
