@@ -81,7 +81,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> list[LogitsPostProcessors]:
                 debug_tensors=None,
                 kernels="torch",
                 decoder=None,
-                cache=SimpleNamespace(device=torch.device("cpu")),
+                cache=SimpleNamespace(device=torch.device("cpu"), as_bytes=lambda: None),
             ),
         )
 

@@ -120,7 +120,7 @@ class TextModel(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class _Prompt:
+class _EncodedRow:
     """The token ids of one row of a batch.
 
     Attributes:
@@ -175,7 +175,7 @@ class Preprocessing(TextModel):
             )
         return outputs
 
-    def _prompts(self, rows: Sequence[TensorReader], queries: Sequence[str]) -> list[_Prompt]:
+    def _prompts(self, rows: Sequence[TensorReader], queries: Sequence[str]) -> list[_EncodedRow]:
         virtual = each_row([partial(self._virtual_ids, row) for row in rows])
         sent = each_row([partial(read_pictures, row, PIXELS, (URLS,)) for row in rows])
         if any(sent):
@@ -183,7 +183,7 @@ class Preprocessing(TextModel):
         texts = TextEncoder(self.tokenizers.require, self.parameters.add_special_tokens).prompts(queries)
         extra_ids = [row.integer("PROMPT_TABLE_EXTRA_ID") for row in rows]
         return [
-            _Prompt(
+            _EncodedRow(
                 [*first, *text],
                 None if extra_id is None else [extra_id] * len(first) + [0] * len(text),
             )
@@ -192,7 +192,7 @@ class Preprocessing(TextModel):
 
     def _with_pictures(
         self, row: TensorReader, query: str, sent: SentPictures | None, virtual: range
-    ) -> _Prompt:
+    ) -> _EncodedRow:
         if sent is None:
             raise InvalidArgument(
                 "this prompt has no pictures, but others of the batch have: send separate requests"
@@ -205,7 +205,7 @@ class Preprocessing(TextModel):
         extra_ids, extra_id = encoded.extra_ids, row.integer("PROMPT_TABLE_EXTRA_ID")
         if extra_id is not None:
             extra_ids = [extra_id if each else 0 for each in extra_ids]
-        return _Prompt(encoded.token_ids, extra_ids, encoded)
+        return _EncodedRow(encoded.token_ids, extra_ids, encoded)
 
     def _virtual_ids(self, row: TensorReader) -> range:
         """Return the token ids that stand for a prompt table's rows.
@@ -287,7 +287,7 @@ class Postprocessing(TextModel):
         return self.tokenizers.require().decode(ids, skip_special_tokens=self.parameters.skip_special_tokens)
 
 
-def _virtual_outputs(prompts: Sequence[_Prompt]) -> dict[str, list[NDArray[Any]]]:
+def _virtual_outputs(prompts: Sequence[_EncodedRow]) -> dict[str, list[NDArray[Any]]]:
     """Return the outputs about prompt tables and pictures, if the prompts have them."""
     outputs: dict[str, list[NDArray[Any]]] = {}
     extra_ids = [prompt.extra_ids for prompt in prompts if prompt.extra_ids is not None]
