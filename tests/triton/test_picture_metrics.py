@@ -38,8 +38,9 @@ def test_counters_begin_at_zero_and_stay_while_the_process_does_not_answer() -> 
 
 
 def test_a_process_that_was_started_again_adds_to_the_counts() -> None:
-    page = page_with(FakeMetrics(), None, PictureStats(5, 7, 1000.0, 64), PictureStats(2, 1, 500.0, 16))
-    assert page.series("inflight_pictures_total", "rows") == {"encoded": 7, "cached": 8}
+    told = [PictureStats(1, 7, 1000.0, 64, started_ns=1), PictureStats(1, 9, 500.0, 16, started_ns=2)]
+    page = page_with(FakeMetrics(), None, *told)
+    assert page.series("inflight_pictures_total", "rows") == {"encoded": 2, "cached": 16}
     assert page.value("inflight_picture_encoding_seconds_total") == 1.5
 
 

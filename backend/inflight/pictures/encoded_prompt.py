@@ -38,9 +38,11 @@ class PictureStats:
         num_cache_hits: Pictures of prompts whose rows were known.
         milliseconds: Time that was spent on encoded pictures, from their bytes to their rows.
         cached_bytes: Size of the rows that are kept now.
+        started_ns: Time of the encoder's start, since the epoch: another one counts from 0 again.
     """
 
     num_encoded: int
     num_cache_hits: int
     milliseconds: float
     cached_bytes: int
+    started_ns: int = 0

@@ -84,6 +84,7 @@ class PictureEncoder:
         self._cache = PictureCache(cache_bytes)
         self._num_encoded = self._num_hits = 0
         self._seconds = 0.0
+        self._started_ns = time.time_ns()
 
     def encode(
         self,
@@ -122,8 +123,9 @@ class PictureEncoder:
 
     def stats(self) -> PictureStats:
         """Return counts since the start."""
+        milliseconds = round(self._seconds * 1000, 3)
         return PictureStats(
-            self._num_encoded, self._num_hits, round(self._seconds * 1000, 3), self._cache.num_bytes
+            self._num_encoded, self._num_hits, milliseconds, self._cache.num_bytes, self._started_ns
         )
 
     def _prompt(

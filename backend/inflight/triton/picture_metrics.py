@@ -14,6 +14,8 @@ from inflight.serving.metric_table import PICTURE_FAMILIES, PictureFamily
 from inflight.triton.metric_families import FamilyMaker
 
 _log = logging.getLogger(__name__)
+_FIRST_TIMEOUT_S = 1.0
+_NOTHING = PictureStats(0, 0, 0.0, 0)
 
 
 class PictureMetrics:
@@ -35,7 +37,7 @@ class PictureMetrics:
         self._read_stats = read_stats
         self._updates: list[Callable[[PictureStats], None]] = []
         # A process that is older than this model has published its counts before; the page keeps them.
-        before = read_stats(_FIRST_TIMEOUT_S) or PictureStats(0, 0, 0.0, 0)
+        before = read_stats(_FIRST_TIMEOUT_S) or _NOTHING
         if (family_class := getattr(pb_utils, "MetricFamily", None)) is None:
             return
         maker = FamilyMaker(family_class, {"model": model_name, "version": model_version})
@@ -52,23 +54,21 @@ class PictureMetrics:
                 update(stats)
 
 
-_FIRST_TIMEOUT_S = 1.0
-
-
 def _made(spec: PictureFamily, maker: FamilyMaker, before: PictureStats) -> Callable[[PictureStats], None]:
     family = maker.family(spec.name, spec.help, spec.kind.upper())
     metrics = {
         value: maker.metric(family, {spec.label: value} if spec.label else {}) for value in spec.values
     }
-    last = dict(spec.read(before))
+    last = before
 
     def update(stats: PictureStats) -> None:
+        nonlocal last
+        counted = spec.read(last if stats.started_ns == last.started_ns else _NOTHING)
         for value, number in spec.read(stats).items():
             if spec.kind == "gauge":
                 metrics[value].set(float(number))
-            elif number != last[value]:
-                # A process that was started again counts from 0.
-                metrics[value].increment(number - (last[value] if number > last[value] else 0))
-            last[value] = number
+            elif number > counted[value]:
+                metrics[value].increment(number - counted[value])
+        last = stats
 
     return update
