@@ -50,6 +50,7 @@ __all__ = [
     "build_engine",
     "check_parameters",
     "make_adapters",
+    "make_block_store",
     "start_engine",
     "start_following",
 ]
@@ -246,7 +247,7 @@ def start_engine(
 
     model = _load_checked(load, parameters, version_dir, rank_context)
     limits = model.engine.limits
-    block_store = _make_block_store(parameters, model, lambda: manager.notify())
+    block_store = make_block_store(parameters, model, lambda: manager.notify())
     parameters = replace(
         parameters, scheduler=replace(parameters.scheduler, has_block_store=block_store is not None)
     )
@@ -288,7 +289,7 @@ def start_engine(
         )
 
 
-def _make_block_store(
+def make_block_store(
     parameters: Parameters, model: LoadedModel, notify: Callable[[], None]
 ) -> HostBlockStore | None:
     """Return the store of KV blocks in host memory and files; None if the parameters ask for neither.
