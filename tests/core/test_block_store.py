@@ -9,6 +9,7 @@ from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.block_store import LoadResult, StoreUpdate
 from inflight.core.kv.kv_events import block_hash
 from inflight.core.kv.retention import Retention, RetentionConfig
+from inflight.core.kv.state_snapshots import StateSnapshots
 from inflight.core.request.request import IterationInput
 from inflight.core.request.stop import StopSignal
 from inflight.core.scheduler import Scheduler
@@ -177,6 +178,17 @@ def test_a_load_does_not_overwrite_a_block_that_the_next_batch_copies_from():
     assert batch is not None and len(load.pieces) == 3
     ((source, target),) = batch.block_copies
     assert not {source, target} & {piece.index for piece in load.pieces}
+
+
+def test_a_load_does_not_overwrite_a_snapshot_that_the_next_batch_starts_from():
+    states = StateSnapshots(2)
+    for digest in (b"a", b"b"):
+        states.begin_load(digest)
+        states.end_load(digest, is_loaded=True)
+    states.start(1, {})
+    used = states.use(b"b", key=1)
+    assert states.begin_load(b"c", {0, 1}) is None
+    assert states.begin_load(b"c", {used}) == 1 - used and b"b" in states
 
 
 def test_a_load_does_not_evict_the_prefix_that_it_continues():

@@ -196,7 +196,7 @@ class StateSnapshots:
     # ---------------------------------------------------------------- loads from a block store
 
     def begin_load(self, digest: bytes, kept: Collection[int] = ()) -> int | None:
-        """Take a snapshot that is not in `kept` for the state at a boundary, and promise it; None: there is none."""
+        """Take a snapshot other than `kept` for the state at a boundary, and promise it; None: there is none."""
         snapshot = self._take(kept)
         if snapshot is not None:
             self._loading[digest] = snapshot
