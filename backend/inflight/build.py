@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -49,6 +50,7 @@ __all__ = [
     "build_engine",
     "check_parameters",
     "make_adapters",
+    "make_block_store",
     "start_engine",
     "start_following",
 ]
@@ -153,8 +155,7 @@ def check_parameters(parameters: Parameters) -> None:
     For callers that must release resources, such as an old engine, before they can build an engine.
     """
     parameters.scheduler.validate(parameters.engine.max_num_sequences, parameters.engine.tokens_per_block)
-    if parameters.kv_cache_dir is not None:
-        parameters.validate_saved_blocks()
+    parameters.validate_saved_blocks()
 
 
 def _load_checked(
@@ -246,45 +247,49 @@ def start_engine(
 
     model = _load_checked(load, parameters, version_dir, rank_context)
     limits = model.engine.limits
-    block_store = _make_block_store(parameters, model, lambda: manager.notify())
+    block_store = make_block_store(parameters, model, lambda: manager.notify())
     parameters = replace(
         parameters, scheduler=replace(parameters.scheduler, has_block_store=block_store is not None)
     )
-    scheduler = Scheduler(parameters.scheduler, limits)
-    instruments = _make_instruments(parameters, limits, return_metrics, on_hang)
-    adapters = make_adapters(parameters, model, lambda: manager.notify())
-    receipts = _make_receipts(parameters, model, lambda: manager.notify())
-    client = LocalEngineClient(
-        _describe(parameters, model),
-        lambda: manager.notify(),
-        lambda timeout_s: manager.state(timeout_s),  # front ends decide which clients may read the state
-        lambda kind, timeout_s: manager.reports(kind, timeout_s),
-        adapters,
-        receipts,
-    )
-    guides = _make_guide_compiler(parameters, model, lambda: manager.notify())
-    manager = GptManager(
-        model.engine,
-        scheduler,
-        _counting_iterations(client.get_inference_requests, rank_context),
-        client.send_response,
-        client.poll_stop_signals,
-        stats_period_ns=parameters.stats_check_period_ms * 1_000_000,
-        on_death=_loop_failure_reporter(client, rank_context),
-        instruments=instruments,
-        ranks=None if rank_context is None else rank_context.ranks,
-        wait_until_sent=_wait_until_sent(client, limits.takes_all_processors, rank_context),
-        guides=guides,
-        adapters=None if adapters is None else adapters.cache,
-        block_store=block_store,
-    )
-    release = _release_once(model, rank_context)
-    return RunningEngine(
-        client, manager, release, guides, adapters, receipts, model.debug_tensors, block_store
-    )
+    with ExitStack() as on_error:
+        if block_store is not None:
+            on_error.callback(block_store.close)
+        scheduler = Scheduler(parameters.scheduler, limits)
+        instruments = _make_instruments(parameters, limits, return_metrics, on_hang)
+        adapters = make_adapters(parameters, model, lambda: manager.notify())
+        receipts = _make_receipts(parameters, model, lambda: manager.notify())
+        client = LocalEngineClient(
+            _describe(parameters, model),
+            lambda: manager.notify(),
+            lambda timeout_s: manager.state(timeout_s),  # front ends decide which clients may read the state
+            lambda kind, timeout_s: manager.reports(kind, timeout_s),
+            adapters,
+            receipts,
+        )
+        guides = _make_guide_compiler(parameters, model, lambda: manager.notify())
+        manager = GptManager(
+            model.engine,
+            scheduler,
+            _counting_iterations(client.get_inference_requests, rank_context),
+            client.send_response,
+            client.poll_stop_signals,
+            stats_period_ns=parameters.stats_check_period_ms * 1_000_000,
+            on_death=_loop_failure_reporter(client, rank_context),
+            instruments=instruments,
+            ranks=None if rank_context is None else rank_context.ranks,
+            wait_until_sent=_wait_until_sent(client, limits.takes_all_processors, rank_context),
+            guides=guides,
+            adapters=None if adapters is None else adapters.cache,
+            block_store=block_store,
+        )
+        on_error.pop_all()
+        release = _release_once(model, rank_context)
+        return RunningEngine(
+            client, manager, release, guides, adapters, receipts, model.debug_tensors, block_store
+        )
 
 
-def _make_block_store(
+def make_block_store(
     parameters: Parameters, model: LoadedModel, notify: Callable[[], None]
 ) -> HostBlockStore | None:
     """Return the store of KV blocks in host memory and files; None if the parameters ask for neither.
@@ -295,9 +300,9 @@ def _make_block_store(
     # On a CPU this memory is part of the cache itself.
     is_on_host = memory is not None and memory.is_on_host
     host_bytes = 0 if is_on_host else parameters.engine.kv_cache_host_memory_bytes
+    parameters.validate_saved_blocks(has_host_tier=host_bytes > 0)
     if folder is None and not host_bytes:
         return None
-    parameters.validate_saved_blocks()
     if memory is None:
         name = "kv_cache_host_memory_bytes" if folder is None else "kv_cache_dir"
         raise ConfigError(f"{name} is given, but this engine has no KV blocks that can be saved")

@@ -191,6 +191,11 @@ class SchedulingConfig:
                 f"max_num_tokens is {self.max_num_tokens}; it must hold at least one KV block of "
                 f"{tokens_per_block} tokens, because long contexts are computed in chunks of blocks"
             )
+        if self.secondary_offload_min_priority > 100:
+            raise ConfigError(
+                f"secondary_offload_min_priority is {self.secondary_offload_min_priority}, expected at most 100, "
+                "the highest retention priority: no KV block would be saved"
+            )
         if self.max_beam_width is not None and self.max_beam_width > max_num_sequences:
             raise ConfigError(
                 f"max_beam_width is {self.max_beam_width}; it can be at most max_batch_size "
@@ -581,9 +586,19 @@ class Parameters:
     scheduler: SchedulingConfig = field(default_factory=SchedulingConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
 
-    def validate_saved_blocks(self) -> None:
-        """Raise ConfigError if KV blocks are to be saved, and these parameters do not allow it."""
-        name = "kv_cache_dir" if self.kv_cache_dir is not None else "kv_cache_host_memory_bytes"
+    def validate_saved_blocks(self, has_host_tier: bool = False) -> None:
+        """Raise ConfigError if these parameters contradict each other in how KV blocks are saved.
+
+        Args:
+            has_host_tier: Whether blocks are saved in host memory; on a CPU it is a part of the cache instead.
+        """
+        if self.kv_cache_dir is None:
+            for name in ("kv_cache_disk_bytes", "kv_cache_max_age_s"):
+                if getattr(self, name) != declared_rows(Parameters)[name].default:
+                    raise ConfigError(f"{name} is given, but kv_cache_dir is not, so no files are written")
+            if not has_host_tier:
+                return
+        name = "kv_cache_host_memory_bytes" if self.kv_cache_dir is None else "kv_cache_dir"
         if self.tensor_parallel_size * self.pipeline_parallel_size > 1:
             raise ConfigError(f"{name} is given, but with several ranks KV blocks are not saved")
         if not self.scheduler.enable_kv_cache_reuse:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import stat
 from hashlib import blake2b
 from pathlib import Path
@@ -65,7 +67,7 @@ def test_blocks_are_found_again_after_a_restart(tmp_path):
 
 def test_only_the_owner_may_read_blocks(tmp_path):
     save(files_in(tmp_path / "kv"), 1)
-    for path in (tmp_path / "kv").rglob("*"):
+    for path in (tmp_path / "kv", *(tmp_path / "kv").rglob("*")):
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
 
 
@@ -210,3 +212,75 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path):
 def test_a_limit_below_one_block_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=f"kv_cache_disk_bytes is 0, expected at least {FILE_BYTES}"):
         files_in(tmp_path, num_files=0)
+
+
+def test_a_folder_that_is_removed_while_the_server_runs_is_made_again(tmp_path):
+    files = files_in(tmp_path / "kv")
+    save(files, 1)
+    shutil.rmtree(tmp_path / "kv")
+    assert not read(files, 1)
+    assert save(files, 2) == [] and read(files, 2)
+
+
+def test_a_start_that_fails_leaves_the_folder_unlocked(tmp_path, monkeypatch):
+    def fails(*_):
+        raise PermissionError(13, "Permission denied")
+
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(ConfigError, match="cannot be used: Permission denied"),
+    ):
+        patch.setattr(BlockFiles, "_scan", fails)
+        files_in(tmp_path)
+    files_in(tmp_path).close()
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
+    def fails(*_):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", fails)
+    with pytest.raises(ConfigError, match=r"kv_cache_dir is '.*', which cannot be used: No locks available"):
+        files_in(tmp_path)
+
+
+def test_files_that_another_server_removes_meanwhile_do_not_prevent_the_start(tmp_path, monkeypatch):
+    other = files_in(tmp_path, OTHER)
+    save(other, 1, 2)
+    (tmp_path / OTHER / "00").mkdir(exist_ok=True)
+    (tmp_path / OTHER / "00" / "gone").symlink_to(
+        tmp_path / "nowhere"
+    )  # as if removed since the folder was read
+    files_in(tmp_path, num_files=1).close()
+    other.close()
+
+    def fails(*_):
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        open_file = os.open
+        patch.setattr(
+            os, "open", lambda path, *rest: fails() if OTHER in str(path) else open_file(path, *rest)
+        )
+        files_in(tmp_path, num_files=1).close()
+    assert (tmp_path / OTHER).exists(), "it belongs to another user"
+
+
+def test_other_things_in_the_folder_stay_and_do_not_prevent_the_start(tmp_path):
+    first = files_in(tmp_path)
+    save(first, 1)
+    first.close()
+    folder = path_of(tmp_path, 1).parent
+    (folder / "notes").mkdir()
+    (folder / ("f" * 32)).symlink_to(tmp_path / "nowhere")
+    (tmp_path / "lost+found").mkdir()
+    assert files_in(tmp_path).keys() == (digest_of(1),)
+    assert (folder / "notes").exists()
+
+
+def test_a_clock_that_jumps_back_removes_nothing(tmp_path):
+    clock = Clock()
+    files = files_in(tmp_path, clock=clock, age_s=100)
+    save(files, 1)
+    clock.now_s -= 1e6
+    assert save(files, 2) == [] and read(files, 1) and read(files, 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from inflight.block_store import cache_identity
@@ -40,3 +42,29 @@ def test_a_change_of_settings_files_or_weights_changes_the_identity(folder):
         file.truncate(41 * MIB)
     found.add(cache_identity({"": folder}, SETTINGS))
     assert len(found) == 8
+
+
+def test_a_change_of_a_small_tensor_changes_the_identity(folder):
+    header = json.dumps(
+        {
+            "__metadata__": {"format": "pt"},
+            "norm": {"dtype": "F32", "shape": [256], "data_offsets": [9 * MIB + 8192, 9 * MIB + 9216]},
+            "matrix": {"dtype": "F32", "shape": [256], "data_offsets": [0, 9 * MIB + 8192]},
+        }
+    ).encode()
+    with (folder / "model.safetensors").open("rb+") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+    found = {cache_identity({"": folder}, SETTINGS)}
+    with (folder / "model.safetensors").open("rb+") as file:
+        file.seek(8 + len(header) + 9 * MIB + 8192)
+        file.write(b"\x01" * 1024)
+    found.add(cache_identity({"": folder}, SETTINGS))
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("header", [b"[1]", b"{", b'{"a": 1}', b'{"a": {"data_offsets": []}}'])
+def test_a_file_that_looks_like_safetensors_is_sampled_too(folder, header):
+    before = cache_identity({"": folder}, SETTINGS)
+    with (folder / "model.safetensors").open("rb+") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+    assert cache_identity({"": folder}, SETTINGS) != before

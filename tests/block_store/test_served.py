@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from inflight.build import RunningEngine, start_engine
-from inflight.config import Parameters
+from inflight.build import RunningEngine, check_parameters, start_engine
+from inflight.config import Parameters, SchedulingConfig
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response
@@ -235,6 +235,25 @@ def test_a_folder_without_prefix_reuse_is_refused(tmp_path):
     assert message == (
         "kv_cache_dir is given, but enable_kv_cache_reuse is false, so no request would find a saved KV block"
     )
+
+
+def test_sizes_of_files_without_a_folder_are_refused():
+    with pytest.raises(ConfigError, match="kv_cache_disk_bytes is given, but kv_cache_dir is not"):
+        check_parameters(Parameters(kv_cache_disk_bytes=1 << 30))
+    check_parameters(Parameters())
+
+
+def test_a_priority_that_no_block_has_is_refused():
+    scheduler = SchedulingConfig(secondary_offload_min_priority=101)
+    with pytest.raises(ConfigError, match="secondary_offload_min_priority is 101, expected at most 100"):
+        check_parameters(Parameters(scheduler=scheduler))
+
+
+def test_an_engine_that_does_not_start_leaves_the_folder_to_the_next(tmp_path):
+    with pytest.raises(ConfigError), served(tmp_path, lora_dir=str(tmp_path / "missing")):
+        pass
+    with served(tmp_path) as engine:
+        assert engine.tokens()
 
 
 def test_two_servers_with_one_folder_and_model_are_refused(tmp_path):

@@ -179,6 +179,42 @@ def test_the_least_recently_loaded_block_leaves_host_memory(make):
     assert store.save(c=3).dropped == (B,)
 
 
+def test_a_block_that_is_saved_twice_takes_host_memory_once(make):
+    store = make(host_blocks=2)
+    for _ in range(3):
+        store.save(a=1)
+    assert store.save(b=2, c=3).dropped == (A,)
+    assert store.load(0, b=9, c=8).loads == (LoadResult(0, 2),)
+
+
+def test_a_block_that_is_saved_again_after_a_drop_is_there(make, tmp_path, monkeypatch):
+    may_write = threading.Event()
+    write = BlockFiles.write
+
+    def write_later(files, key, content):
+        assert may_write.wait(60)
+        return write(files, key, content)
+
+    monkeypatch.setattr(BlockFiles, "write", write_later)
+    store = make(tmp_path)
+    store.store.carry_out(StoreCommands(saves=pieces(a=1)))
+    store.store.carry_out(StoreCommands(drops=(A,)))
+    store.store.carry_out(StoreCommands(saves=pieces(a=2)))
+    may_write.set()
+    assert store.drain() == StoreUpdate(saved=(A,))
+    store.load(0, a=9)
+    assert store.memory.blocks[9][0] == 2
+
+
+def test_whatever_a_read_raises_ends_only_the_load(make, tmp_path, monkeypatch):
+    store = make(tmp_path)
+    store.save(a=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockFiles, "read", lambda *_: 1 / 0)
+        assert store.load(0, a=5).loads == (LoadResult(0, 0),)
+    assert store.load(1, a=5).loads == (LoadResult(1, 1),)
+
+
 def test_blocks_that_files_have_no_room_for_are_dropped(make, tmp_path):
     store = make(tmp_path, num_files=1)
     update = store.save(a=1, b=2)

@@ -9,6 +9,7 @@ from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.block_store import LoadResult, StoreUpdate
 from inflight.core.kv.kv_events import block_hash
 from inflight.core.kv.retention import Retention, RetentionConfig
+from inflight.core.kv.state_snapshots import StateSnapshots
 from inflight.core.request.request import IterationInput
 from inflight.core.request.stop import StopSignal
 from inflight.core.scheduler import Scheduler
@@ -165,6 +166,42 @@ def test_a_load_takes_no_blocks_that_the_request_could_not_have():
         server.step()
     server.step()
     assert len(server.scheduler.take_store_commands().loads) == 1
+
+
+def test_a_load_does_not_overwrite_a_block_that_the_next_batch_copies_from():
+    server = Server(saved_digests(), num_blocks=9)
+    server.run(make_request(5, (500, 501, 502, 503, 1), new=1))
+    server.run(make_request(6, tuple(range(600, 600 + 6 * SIZE + 1)), new=1))
+    server.accept(make_request(1, (500, 501, 999), new=1), make_request(2, LONG, new=1))
+    batch = server.scheduler.schedule()
+    (load,) = server.scheduler.take_store_commands().loads
+    assert batch is not None and len(load.pieces) == 3
+    ((source, target),) = batch.block_copies
+    assert not {source, target} & {piece.index for piece in load.pieces}
+
+
+def test_a_load_does_not_overwrite_a_snapshot_that_the_next_batch_starts_from():
+    states = StateSnapshots(2)
+    for digest in (b"a", b"b"):
+        states.begin_load(digest)
+        states.end_load(digest, is_loaded=True)
+    states.start(1, {})
+    used = states.use(b"b", key=1)
+    assert states.begin_load(b"c", {0, 1}) is None
+    assert states.begin_load(b"c", {used}) == 1 - used and b"b" in states
+
+
+def test_a_load_does_not_evict_the_prefix_that_it_continues():
+    server = Server(num_blocks=6)
+    server.run(make_request(5, LONG[: SIZE + 1], new=1))
+    server.run(make_request(6, tuple(range(600, 600 + 4 * SIZE + 1)), new=1))
+    server.update(saved=saved_digests())
+    server.accept(make_request(2, LONG, new=1))
+    server.step()
+    (load,) = server.scheduler.take_store_commands().loads
+    server.update(loads=(LoadResult(load.load_id, len(load.pieces)),))
+    batch, _ = server.step()
+    assert batch is not None and batch.context[0].start == 3 * SIZE
 
 
 def test_a_request_that_ends_while_its_blocks_are_loaded_leaves_them_in_the_cache():

@@ -422,6 +422,14 @@ def test_a_model_that_cannot_be_loaded_raises_the_reason(client: Client) -> None
         GptManager("Bla", TrtGptModelType.V1, 1, SchedulerPolicy.GUARANTEED_NO_EVICT, client.get, client.send)
 
 
+def test_host_memory_that_an_engine_cannot_use_is_refused(client: Client) -> None:
+    params = TrtGptModelOptionalParams(kv_cache_config=KvCacheConfig(host_cache_size=1 << 20))
+    with pytest.raises(
+        ConfigError, match="kv_cache_host_memory_bytes is given, but this engine has no KV blocks"
+    ):
+        make_manager(client, optional_params=params)
+
+
 def test_an_unsupported_optional_parameter_is_refused(client: Client) -> None:
     params = TrtGptModelOptionalParams(kv_cache_config=KvCacheConfig(use_uvm=True))
     with pytest.raises(NotSupported, match=r"KvCacheConfig\.use_uvm is not supported"):

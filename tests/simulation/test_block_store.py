@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import pytest
 
@@ -127,8 +127,8 @@ def snapshot_of_a_failed_load_used(patch: Patch) -> None:
 def snapshot_taken_while_it_is_loaded(patch: Patch) -> None:
     begin = StateSnapshots.begin_load
 
-    def begin_and_free(states: StateSnapshots, digest: bytes) -> int | None:
-        snapshot = begin(states, digest)
+    def begin_and_free(states: StateSnapshots, digest: bytes, kept: Collection[int] = ()) -> int | None:
+        snapshot = begin(states, digest, kept)
         if snapshot is not None:
             states._free.append(snapshot)
         return snapshot

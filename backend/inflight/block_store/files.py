@@ -80,15 +80,20 @@ class BlockFiles:
         self._files: OrderedDict[bytes, _SavedFile] = OrderedDict()  # the least recently used first
         self._num_bytes = 0
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700, exist_ok=True)
             self._lock_file = _lock(self._folder / _LOCK)
             if self._lock_file is None:
                 raise ConfigError(
                     f"kv_cache_dir is {str(folder)!r}: another server uses the blocks of this model there; give "
                     "each server a folder of its own"
                 )
-            self._scan()
-            _make_room(folder, self._folder, max_bytes - self._num_bytes)
+            try:
+                self._scan()
+                _make_room(folder, self._folder, max_bytes - self._num_bytes)
+            except BaseException:  # raised again; the next attempt must not find the folder locked
+                self.close()
+                raise
         except OSError as error:
             raise ConfigError(
                 f"kv_cache_dir is {str(folder)!r}, which cannot be used: {error.strerror or error}"
@@ -110,6 +115,7 @@ class BlockFiles:
         Raises OSError if the file cannot be written; then nothing is changed.
         """
         path = self._path(key)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # someone may have removed it
         path.parent.mkdir(mode=0o700, exist_ok=True)
         unfinished = path.with_name(path.name + _UNFINISHED)
         try:
@@ -201,10 +207,10 @@ class BlockFiles:
             if not folder.is_dir():
                 continue
             for entry in os.scandir(folder):
-                if _KEY.fullmatch(entry.name):
+                if _KEY.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                     status = entry.stat()
                     found.append((status.st_mtime, bytes.fromhex(entry.name), status.st_size))
-                else:
+                elif entry.name.endswith(_UNFINISHED):
                     os.unlink(entry.path)
         for used_at, key, size in sorted(found):
             self._add(key, _SavedFile(size, used_at))
@@ -238,28 +244,42 @@ def _lock(path: Path) -> int | None:
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        os.utime(path)
+    except BaseException as error:  # raised again, unless another process has the lock
         os.close(file)
-        return None
-    os.utime(path)
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
     return file
 
 
 def _make_room(folder: Path, own: Path, max_bytes: int) -> None:
     """Remove the files of other identities that no process uses, the least recently used identity first, until
     the others take at most `max_bytes`."""
-    sizes: dict[Path, int] = {}
-    for other in folder.iterdir():
-        if other != own and _KEY.fullmatch(other.name) and other.is_dir():
-            sizes[other] = sum(path.stat().st_size for path in other.glob("*/*"))
+    sizes = {
+        other: _size_of(other) for other in folder.iterdir() if other != own and _KEY.fullmatch(other.name)
+    }
     for other in sorted(sizes, key=_used_at):
         if sum(sizes.values()) <= max_bytes:
             return
-        lock = _lock(other / _LOCK)
+        try:
+            lock = _lock(other / _LOCK)
+        except OSError:  # it belongs to another user, or another server has removed it meanwhile
+            continue
         if lock is not None:
             shutil.rmtree(other, ignore_errors=True)
             os.close(lock)
             del sizes[other]
+
+
+def _size_of(folder: Path) -> int:
+    """Return the size of an identity's files, without those that cannot be seen or vanish meanwhile."""
+    size = 0
+    with contextlib.suppress(OSError):
+        for path in folder.glob("*/*"):
+            with contextlib.suppress(OSError):
+                size += path.stat().st_size
+    return size
 
 
 def _used_at(folder: Path) -> float:

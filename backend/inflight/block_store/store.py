@@ -198,6 +198,11 @@ class HostBlockStore:
     def _drop(self, key: bytes) -> None:
         with self._lock:
             self._waiting.pop(key, None)
+        self._remove(key)
+
+    def _remove(self, key: bytes) -> None:
+        """Remove a piece from both tiers."""
+        with self._lock:
             content = self._in_host.pop(key, None)
             self._host_bytes -= 0 if content is None else content.size
         if self._files is not None:
@@ -221,7 +226,7 @@ class HostBlockStore:
                     (self._dropped if save.key in removed else self._saved).append(save.key)
                 self._dropped += [key for key in removed if key != save.key]
             if not is_wanted:
-                self._drop(save.key)
+                self._remove(save.key)
 
     def _write(self, save: _Save) -> list[bytes]:
         """Write a piece to both tiers; return the keys of pieces that are in neither of them afterwards."""
@@ -236,8 +241,9 @@ class HostBlockStore:
                 self._is_failing = True
                 removed.append(save.key)
         with self._lock:
+            earlier = self._in_host.pop(save.key, None)
             self._in_host[save.key] = save.content
-            self._host_bytes += save.content.size
+            self._host_bytes += save.content.size - (0 if earlier is None else earlier.size)
             while self._host_bytes > self._max_host_bytes:
                 key, content = self._in_host.popitem(last=False)
                 self._host_bytes -= content.size
@@ -264,21 +270,26 @@ class HostBlockStore:
     def _load(self, load: BlockLoad, buffers: Mapping[bool, NDArray[np.uint8]]) -> int:
         """Load pieces up to the first that cannot be read; return their number."""
         for count, piece in enumerate(load.pieces):
-            with self._lock:
-                content = self._in_host.get(piece.key)
-                if content is not None:
-                    self._in_host.move_to_end(piece.key)
-            buffer = buffers[piece.is_state]
-            if content is None and self._files is not None and self._files.read(piece.key, buffer):
-                content = buffer
-            if content is None:
-                return count
             try:
-                self._memory.write(piece.index, piece.is_state, content)
+                if not self._load_piece(piece, buffers[piece.is_state]):
+                    return count
             except Exception:  # whatever a device raises: the block is computed instead
                 _log.exception("a saved KV block could not be copied to the device")
                 return count
         return len(load.pieces)
+
+    def _load_piece(self, piece: SavedPiece, buffer: NDArray[np.uint8]) -> bool:
+        """Copy a piece to the device; return whether it was found."""
+        with self._lock:
+            content = self._in_host.get(piece.key)
+            if content is not None:
+                self._in_host.move_to_end(piece.key)
+        if content is None and self._files is not None and self._files.read(piece.key, buffer):
+            content = buffer
+        if content is None:
+            return False
+        self._memory.write(piece.index, piece.is_state, content)
+        return True
 
     # ---------------------------------------------------------------- the end
 

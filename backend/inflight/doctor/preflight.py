@@ -181,7 +181,8 @@ def _parameters(options: ServerOptions) -> Parameters | None:
         engine = parameters.engine
         engine.validate()
         parameters.scheduler.validate(engine.max_num_sequences, engine.tokens_per_block)
-        if parameters.kv_cache_dir is not None:
+        # A size without a folder is named by its flag in `_saved_blocks`.
+        if parameters.kv_cache_dir is not None or options.wanted.kv_cache_disk_bytes is None:
             parameters.validate_saved_blocks()
         return parameters
 

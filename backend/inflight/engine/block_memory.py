@@ -68,8 +68,12 @@ def _as_array(tensor: Tensor) -> NDArray[np.uint8]:
 
 
 def _copy_to_gpu(target: Tensor, content: NDArray[np.uint8]) -> None:
-    """Copy on a stream of its own, beside the kernels of the loop's iterations."""
+    """Copy on a stream of its own, beside the kernels of later iterations.
+
+    Kernels that were launched before may still write to the block, for a sequence that has ended.
+    """
     stream = torch.cuda.Stream(target.device)
+    stream.wait_stream(torch.cuda.default_stream(target.device))
     with torch.cuda.stream(stream):
         source: Tensor = torch.from_numpy(content)  # pyright: ignore[reportUnknownMemberType]  no array types
         target.copy_(source.view(target.dtype).view(target.shape))

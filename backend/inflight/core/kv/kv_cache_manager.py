@@ -171,6 +171,9 @@ class KvCacheManager:
         self._tables: dict[int, _Table] = {}
         self._prompts: dict[int, _PromptKeys] = {}
         self._promises: dict[bytes, int] = {}  # number of running sequences computing a block; without zeros
+        # Blocks and snapshots that the next batch copies from, and that no load may overwrite before.
+        self._source_blocks: set[int] = set()
+        self._source_snapshots: set[int] = set()
 
     @property
     def num_unreserved(self) -> int:
@@ -205,6 +208,11 @@ class KvCacheManager:
         return table.num_distinct(), table.reserved
 
     # ---------------------------------------------------------------- admission
+
+    def begin_batch(self) -> None:
+        """Note that the sequences admitted from now on start in another batch."""
+        self._source_blocks.clear()
+        self._source_snapshots.clear()
 
     def match_prefix(self, key: int, token_ids: Sequence[int], rules: CacheRules) -> PrefixMatch:
         """Find the longest cached prefix of `token_ids` that leaves at least one token to compute.
@@ -347,6 +355,7 @@ class KvCacheManager:
             self.states.start(key, planned)
             if shared:
                 table.snapshot = self.states.use(digests[shared - 1], key)
+                self._source_snapshots.add(table.snapshot)
 
     def _take_copy(self, table: _Table, source: int) -> None:
         """Take a block as target of the copy of the matching beginning; it may be the source itself, if that is
@@ -354,6 +363,7 @@ class KvCacheManager:
         assert table.reserved > 0, "a sequence was admitted without a block for its last token"
         (target,) = self.pool.take(1)
         table.copy = (source, target)
+        self._source_blocks.add(source)
         table.block_ids.append(target)
         table.reserved -= 1
         table.num_reused += 1
@@ -368,8 +378,8 @@ class KvCacheManager:
     def start_load(self, key: int, match: PrefixMatch, token_ids: Sequence[int], rules: CacheRules) -> None:
         """Begin to load the blocks and the snapshot that continue a waiting sequence's cached prefix.
 
-        This takes `match.num_saved` free blocks, and promises them to all sequences. Nothing is loaded if all
-        snapshots are pending.
+        This takes `match.num_saved` free blocks, and promises them to all sequences. Nothing is loaded if no
+        snapshot, or too few blocks, may be overwritten before the next batch.
 
         Args:
             key: The sequence.
@@ -378,17 +388,21 @@ class KvCacheManager:
         """
         assert self.saved is not None and rules.scope is not None
         prompt, size = self._prompts[key], self.tokens_per_block
+        first = len(match.block_ids) if self.states is None else match.num_found
+        taken = self._take_for_load(match.num_saved, prompt.digests[:first])
+        if taken is None:
+            return
         prompt.is_loaded = True
         boundary, snapshot = b"", -1
         if self.states is not None and match.state_at:
             boundary = prompt.digests[match.state_at - 1]
-            found = self.states.begin_load(boundary)
+            found = self.states.begin_load(boundary, self._source_snapshots)
             if found is None:
+                self.pool.release(taken)
                 return
             snapshot = found
-        first = len(match.block_ids) if self.states is None else match.num_found
         blocks: list[LoadingBlock] = []
-        for index, block_id in enumerate(self.pool.take(match.num_saved), first):
+        for index, block_id in enumerate(taken, first):
             start, digest = index * size, prompt.digests[index]
             retention = rules.retention_of(start)
             blocks.append(
@@ -404,6 +418,18 @@ class KvCacheManager:
             )
             self._promises[digest] = self._promises.get(digest, 0) + 1
         self.saved.load(Loading(tuple(blocks), boundary, snapshot))
+
+    def _take_for_load(self, count: int, prefix: Sequence[bytes]) -> tuple[int, ...] | None:
+        """Take free blocks that the next batch does not copy from; None: there are too few.
+
+        `prefix` are the digests of the cached blocks that the load continues: these become the most recently used.
+        """
+        kept = [block_id for each in prefix if (block_id := self.pool.find(each)) is not None]
+        kept += self._source_blocks
+        self.pool.share(kept)
+        taken = self.pool.take(count) if count <= self.pool.num_free else None
+        self.pool.release(reversed(kept))
+        return taken
 
     def update_saved(self, update: StoreUpdate) -> None:
         """Apply changes of the block store: publish the blocks of loads that have ended, and free the others."""

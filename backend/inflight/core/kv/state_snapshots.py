@@ -22,7 +22,7 @@ thread.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -142,10 +142,12 @@ class StateSnapshots:
             saves.pending[num_tokens] = snapshot
         return snapshot
 
-    def _take(self) -> int | None:
-        """Take a free snapshot, or the least recently used one; None: all snapshots are pending."""
-        if not self._free and self._snapshot_of:
-            self.drop(next(iter(self._snapshot_of)))
+    def _take(self, kept: Collection[int] = ()) -> int | None:
+        """Take a free snapshot, or the least recently used one that is not in `kept`; None: there is none."""
+        if not self._free:
+            oldest = next((digest for digest, each in self._snapshot_of.items() if each not in kept), None)
+            if oldest is not None:
+                self.drop(oldest)
         return self._free.pop() if self._free else None
 
     def computed(self, key: int, num_tokens: int, digest: bytes) -> int | None:
@@ -193,9 +195,9 @@ class StateSnapshots:
 
     # ---------------------------------------------------------------- loads from a block store
 
-    def begin_load(self, digest: bytes) -> int | None:
-        """Take a snapshot, to load the state at a boundary into it, and promise it; None: all are pending."""
-        snapshot = self._take()
+    def begin_load(self, digest: bytes, kept: Collection[int] = ()) -> int | None:
+        """Take a snapshot other than `kept` for the state at a boundary, and promise it; None: there is none."""
+        snapshot = self._take(kept)
         if snapshot is not None:
             self._loading[digest] = snapshot
             self._promised[digest] += 1

@@ -144,6 +144,7 @@ class Admission:
             A sequence whose blocks are reserved, and the number of its tokens that these blocks already contain.
             The caller must start the sequence before asking for the next one.
         """
+        self._kv_cache.begin_batch()
         passed: list[tuple[LlmRequest, bool]] = []
         is_filled = bool(self._running.sequences)
         pages, claimed = self._running.adapter_pages, None
