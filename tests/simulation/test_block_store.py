@@ -16,7 +16,7 @@ from inflight.core.kv.state_snapshots import StateSnapshots
 from inflight.core.schedule.admission import Admission
 from inflight.core.scheduler import Scheduler
 from inflight.testing.simulation.scenario import Scenario, draw
-from inflight.testing.simulation.store_simulation import run_with_store
+from inflight.testing.simulation.store_simulation import draw_conversations, run_with_store
 from tests.tiers import examples
 
 NUM_SEEDS = examples(fast=60, all=1000)
@@ -25,6 +25,11 @@ SEEDS_OF_FAULTS = range(150)
 
 def scenarios(seed: int) -> tuple[Scenario, Scenario]:
     return draw(seed).in_turn(), draw(seed).ahead().without_host_waits()
+
+
+def conversations(seed: int, has_state: bool) -> Scenario:
+    drawn = draw_conversations(seed)
+    return drawn.with_state() if has_state else drawn
 
 
 @pytest.mark.parametrize("has_state", [False, True], ids=["blocks", "blocks and recurrent states"])
@@ -37,6 +42,14 @@ def test_saved_blocks_change_no_result_whatever_the_store_loses(has_state):
     assert (
         min(found[name] for name in ("num_unread", "num_waits", "num_rebuilds", "num_failed")) > NUM_SEEDS / 3
     )
+
+
+@pytest.mark.parametrize("has_state", [False, True], ids=["blocks", "blocks and recurrent states"])
+def test_loads_beside_copies_in_a_small_cache_change_no_result(has_state):
+    found: Counter[str] = Counter()
+    for seed in range(NUM_SEEDS // 3):
+        found.update(vars(run_with_store(conversations(seed, has_state))))
+    assert min(found["num_loaded"], found["num_unread"]) > NUM_SEEDS
 
 
 Patch = pytest.MonkeyPatch
@@ -151,6 +164,31 @@ def loaded_snapshots_forgotten_when_records_are_rebuilt(patch: Patch) -> None:
     patch.setattr(StateSnapshots, "clear", clear_all)
 
 
+class _Never(set[int]):
+    """A set that stays empty."""
+
+    def add(self, element: int) -> None:
+        pass
+
+
+def sources_of_copies_loaded_over(patch: Patch) -> None:
+    _without_sources(patch, "_source_blocks")
+
+
+def snapshots_of_starts_loaded_over(patch: Patch) -> None:
+    _without_sources(patch, "_source_snapshots")
+
+
+def _without_sources(patch: Patch, name: str) -> None:
+    init = KvCacheManager.__init__
+
+    def init_without(kv_cache: KvCacheManager, *arguments) -> None:
+        init(kv_cache, *arguments)
+        setattr(kv_cache, name, _Never())
+
+    patch.setattr(KvCacheManager, "__init__", init_without)
+
+
 FAULTS_OF_STATES: list[Callable[[Patch], None]] = [
     snapshot_of_a_failed_load_used,
     snapshot_taken_while_it_is_loaded,
@@ -182,10 +220,25 @@ def test_a_fault_planted_in_recurrent_states_is_detected(plant, monkeypatch):
     assert any(found), f"{len(SEEDS_OF_FAULTS)} seeds and nothing noticed"
 
 
+@pytest.mark.parametrize(
+    ("plant", "has_state"),
+    [(sources_of_copies_loaded_over, False), (snapshots_of_starts_loaded_over, True)],
+    ids=["blocks", "snapshots"],
+)
+def test_a_load_over_the_source_of_a_copy_is_detected(plant, has_state, monkeypatch):
+    plant(monkeypatch)
+    found = (_fails(conversations(seed, has_state)) for seed in SEEDS_OF_FAULTS)
+    assert any(found), f"{len(SEEDS_OF_FAULTS)} seeds and nothing noticed"
+
+
 def _is_noticed(seed: int, has_state: bool = False) -> bool:
+    return any(_fails(scenario.with_state() if has_state else scenario) for scenario in scenarios(seed))
+
+
+def _fails(scenario: Scenario) -> bool:
+    """Whether a check fails or the core raises."""
     try:
-        for scenario in scenarios(seed):
-            run_with_store(scenario.with_state() if has_state else scenario)
+        run_with_store(scenario)
     except (AssertionError, LookupError, ValueError):
         return True
     return False

@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from inflight.config import SchedulingConfig
 from inflight.core.kv.block_store import BlockLoad, LoadResult, SavedPiece, StoreCommands, StoreUpdate
 from inflight.core.report.stats import IterationCounts
 from inflight.core.request.request import Request
-from inflight.core.schedule.batch import ScheduledBatch
+from inflight.core.schedule.batch import EngineLimits, ScheduledBatch
 from inflight.core.scheduler import Scheduler
 from inflight.errors import QueueFull, StepFailed
 from inflight.testing.fake_engine import FakeLogits
@@ -147,6 +148,24 @@ class FakeStore:
             (self.device._snapshots[piece.index],) = content
         else:
             self.device._cache[piece.index] = content.copy()
+
+
+def draw_conversations(seed: int) -> Scenario:
+    """Draw many short requests with common beginnings that end inside of blocks, in a cache that is too small for
+    them: blocks are copied in part beside loads that evict others."""
+    rng = random.Random(f"conversations {seed}")
+    size, num_slots = rng.choice([4, 8]), rng.choice([3, 4, 6])
+    histories = [tuple(rng.choices(range(20), k=4 * size)) for _ in range(rng.choice([2, 3, 4]))]
+    arrivals: dict[int, tuple[Request, ...]] = {}
+    for request_id in range(1, 25):
+        beginning = rng.choice(histories)[: rng.randint(size, 4 * size)]
+        tokens = (*beginning, *rng.choices(range(20), k=rng.randint(1, size)))
+        at = rng.randint(0, 40)
+        arrivals[at] = (*arrivals.get(at, ()), Request(request_id, tokens, rng.randint(1, size)))
+    limits = EngineLimits(20, 8 * size, num_slots, rng.randint(7, 12), size)
+    return Scenario(
+        seed, limits, SchedulingConfig(max_num_tokens=64, enable_chunked_context=True), arrivals, {}
+    )
 
 
 def run_with_store(scenario: Scenario) -> StoreOutcome:
