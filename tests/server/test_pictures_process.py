@@ -1,4 +1,4 @@
-"""Which servers start a process that encodes pictures, and with which arguments."""
+"""The process that encodes pictures: which servers start it, and with which arguments."""
 
 from __future__ import annotations
 
