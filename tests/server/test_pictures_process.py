@@ -30,7 +30,7 @@ def repository(tmp_path: Path) -> RuntimeRepository:
 def made(
     repository: RuntimeRepository, *arguments: str, echo: io.StringIO | None = None
 ) -> PicturesProcess | None:
-    return make_pictures(cli.parse(arguments), repository, repository.path, echo)
+    return make_pictures(cli.parse(list(arguments)), repository, repository.path, echo)
 
 
 @pytest.mark.parametrize(
