@@ -19,6 +19,7 @@ from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.errors import ConfigError
+from tests.engine.pictures import Picture, expected_tokens, make_prompt, request_of
 from tests.models.zoo import make_model
 from tests.tiers import with_all
 
@@ -308,3 +309,48 @@ def test_recurrent_states_are_saved_with_the_blocks(tmp_path, case, kernels):
     with served(tmp_path / "kv", model.folder, engine=engine) as one:
         assert [*one.tokens((*prompt, *first, 7), 8)[0]] == second
         assert one.counts[1:] == (8 + 1, 0), "the blocks of the whole first turn, and the state at its end"
+
+
+# ---------------------------------------------------------------------- pictures
+
+
+@pytest.mark.parametrize(
+    ("case", "num_added"),
+    with_all(
+        [
+            ("gemma3-vision", 0),
+            ("gemma4-large", 0),
+            ("gemma4-moe-vision", 0),
+            ("qwen2.5-vl", 0),
+            ("qwen3-vl", 2),
+            ("qwen3.5-vision", 0),
+        ],
+        ["gemma3-vision"],
+    ),
+)
+def test_blocks_of_pictures_are_found_after_a_restart(tmp_path, case, num_added):
+    """By the same picture only; also if a block in the middle of a picture is lost."""
+    model = make_model(tmp_path / "model", case)
+    contents = [(6, Picture(4, 5, seed), 9, Picture(3, 4, 2), 4) for seed in (1, 3)]
+    prompt, other = (make_prompt(model, parts, num_added) for parts in contents)
+    engine = {"tokens_per_block": 8, "max_sequence_length": 96}
+
+    def ask(one: Served, given: Any) -> list[int]:
+        request = request_of(model, 0, given)
+        tables = {name: getattr(request, name) for name in ("prompt_table", "rotary_table", "identity")}
+        return [*one.tokens(given.token_ids, 12, **tables)[0]]
+
+    expected = expected_tokens(model, prompt, 12)
+    with served(tmp_path / "kv", model.folder, engine=engine) as first:
+        assert ask(first, prompt) == expected
+        contents_of_blocks = first.engine._manager._scheduler.kv_cache.pool._contents
+        second_block = contents_of_blocks[1].digest.hex()
+    with served(tmp_path / "kv", model.folder, engine=engine) as second:
+        assert ask(second, other) == expected_tokens(model, other, 12)
+        assert second.counts[1] == 0
+        assert ask(second, prompt) == expected
+        assert second.counts[1] >= 6
+    damage(next((tmp_path / "kv").rglob(second_block)))
+    with served(tmp_path / "kv", model.folder, engine=engine) as third:
+        assert ask(third, prompt) == expected
+        assert third.counts[2] > 0

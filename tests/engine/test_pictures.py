@@ -49,10 +49,7 @@ every_model = pytest.mark.parametrize(
 of_one = pytest.mark.parametrize(
     ("case", "kernels"),
     with_all(
-        by_default_and(
-            ["qwen3-vl", "qwen2.5-vl", "gemma3-vision"],
-            ["qwen3-vl", "qwen2.5-vl", "gemma3-vision", "gemma4-large"],
-        ),
+        by_default_and(["qwen3-vl", "qwen2.5-vl", "gemma3-vision"], CASES),
         [("qwen3-vl", None), ("gemma3-vision", None)],
     ),
 )
@@ -84,7 +81,7 @@ def test_logits_and_tokens_are_those_of_transformers(zoo: Zoo, case: str, kernel
     driver.generate(row, 16, chunk)
     assert row.generated == expected_tokens(model, prompt, 16)
     logits = expected_logits(model, prompt, row.generated[:-1])[len(prompt.token_ids) - 1 :]
-    torch.testing.assert_close(torch.stack(row.logits), logits, rtol=0, atol=2e-4)
+    torch.testing.assert_close(torch.stack(row.logits), logits, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("way", ["no-evict", "utilization-chunked-no-reuse"])
@@ -131,7 +128,9 @@ def test_the_same_pictures_share_blocks_and_others_never(
         assert served.tokens(request) == expected_tokens(model, prompt, request.max_new_tokens)
     counts = [reused(served, request) for request in requests]
     # 5: four blocks, and the beginning of the next one
-    assert counts == ([0, 7, 1, 5] if is_identified else [0, 7, 0, 0])
+    # A recurrent state has to be there too.
+    shared = [0, 7, 0, 1] if case == "qwen3.5-vision" else [0, 7, 1, 5]
+    assert counts == (shared if is_identified else [0, 7, 0, 0])
 
 
 @of_one

@@ -89,15 +89,17 @@ def check_logits_and_tokens(model: Adapted) -> None:
     text = f"<s>Compare {model.place} with {model.place}, please."
     prompt = model.prompt(text, [WIDE, TALL])
     driver = Driver(load_engine(model.folder, dtype="float32", tokens_per_block=32))
+    # A chunk does not end inside a picture whose tokens see each other.
+    chunk = None if any(read_model_description(model.folder).decoder.bidirectional_layers) else 17
     for name in model.models:
         adapter = driver.put(model.adapters[name]) if name else -1
         row = driver.start(
             prompt.token_ids, adapter=adapter, prompt_table=prompt.table, rotary_table=prompt.rotary
         )
-        driver.generate(row, NUM_TOKENS, 17)
+        driver.generate(row, NUM_TOKENS, chunk)
         tokens, logits = expected(model, name, text, (WIDE, TALL))
         assert row.generated == tokens
-        torch.testing.assert_close(torch.stack(row.logits), logits, rtol=0, atol=2e-4)
+        torch.testing.assert_close(torch.stack(row.logits), logits, rtol=0, atol=1e-4)
         driver.release(row)
 
 
@@ -110,9 +112,9 @@ def test_logits_and_tokens_of_other_families_are_pefts(case: str, tmp_path: Path
     check_logits_and_tokens(make(tmp_path, case))
 
 
-def test_a_picture_is_shared_by_requests_with_one_adapter_alone(qwen: Adapted) -> None:
-    text = f"<s>Compare {qwen.place} with {qwen.place}, please."
-    prompt = qwen.prompt(text, [WIDE, TALL])
+def check_sharing(model: Adapted) -> None:
+    text = f"<s>Compare {model.place} with {model.place}, please."
+    prompt = model.prompt(text, [WIDE, TALL])
     names = ["", "a", "b", "a", "", "b"]
     requests = [
         Request(
@@ -127,12 +129,22 @@ def test_a_picture_is_shared_by_requests_with_one_adapter_alone(qwen: Adapted) -
         )
         for number, name in enumerate(names)
     ]
-    adapters = {number: qwen.adapters[name] for number, name in enumerate(names) if name}
-    served = serve(load(qwen.folder, 400), config_of("no-evict"), requests, 1, adapters=adapters)
+    adapters = {number: model.adapters[name] for number, name in enumerate(names) if name}
+    served = serve(load(model.folder, 400), config_of("no-evict"), requests, 1, adapters=adapters)
     reused = []
     for request, name in zip(requests, names, strict=True):
-        assert served.tokens(request) == expected(qwen, name, text, (WIDE, TALL))[0]
+        assert served.tokens(request) == expected(model, name, text, (WIDE, TALL))[0]
         metrics = served.result(request).perf_metrics
         assert metrics is not None
         reused.append(metrics.num_reused_blocks)
     assert reused[:3] == [0, 0, 0] and min(reused[3:]) >= len(prompt.token_ids) // 8 - 1
+
+
+def test_a_picture_is_shared_by_requests_with_one_adapter_alone(qwen: Adapted) -> None:
+    check_sharing(qwen)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", ["gemma3-vision", "gemma4-large", "mistral3"])
+def test_a_picture_of_other_families_is_shared_with_one_adapter_alone(case: str, tmp_path: Path) -> None:
+    check_sharing(make(tmp_path, case))

@@ -228,6 +228,14 @@ def test_errors_name_the_picture(encoder: PictureEncoder, file: bytes, reason: s
     assert error.value.names == ("pictures[1]",)
 
 
+def test_a_text_may_not_have_the_token_of_a_row(tmp_path: Path) -> None:
+    """Gemma 3's placeholder is another token; with the others' the number of places would be wrong."""
+    save_model(tmp_path, "gemma3-vision")
+    text = f"{placeholder('gemma3-vision')} and <image_soft_token>"
+    with pytest.raises(InvalidArgument, match="the prompt has <image_soft_token>, which stands for a row"):
+        PictureEncoder(str(tmp_path)).encode(text, [WIDE], VOCAB_SIZE)
+
+
 @pytest.mark.parametrize("factor", [1.5, 3])
 def test_pictures_with_too_many_pixels_are_refused(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", int(30 * 18 / factor))

@@ -18,6 +18,7 @@ from inflight.arguments import Parser
 from inflight.errors import ConfigError
 from inflight.log_lines import FORMATS, LineFormatter, open_log
 from inflight.pictures.encoder import CACHE_BYTES, PictureEncoder
+from inflight.pictures.families import TOWER_DTYPES
 from inflight.pictures.server import PicturesServer
 
 
@@ -55,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--socket", required=True, metavar="PATH", help="Unix socket to listen at, for this user only")
     add(
         "--dtype",
-        choices=("float32", "float16", "bfloat16"),
+        choices=TOWER_DTYPES,
         help="type of the weights and the rows (default: as the checkpoint says)",
     )
     add("--device", default="cpu", help="torch's name of the device that computes (default: %(default)s)")

@@ -104,8 +104,9 @@ class PictureEncoder:
                 without placeholders.
 
         Raises:
-            InvalidArgument: The numbers of placeholders and pictures differ, a picture is invalid, or the model
-                cannot tell two pictures apart because nothing is between them.
+            InvalidArgument: The numbers of placeholders and pictures differ, a picture is invalid, the text has
+                a token that stands for a row, or the model cannot tell two pictures apart because nothing is
+                between them.
         """
         if special_tokens is not None and self.placeholder not in text:
             text = self._alone * len(pictures) + text
@@ -115,6 +116,8 @@ class PictureEncoder:
                 f"the prompt has {num_places} places for pictures ({self.placeholder}), but {len(pictures)} ",
                 Name("pictures"),
             )
+        if self._image_token != self.placeholder and self._image_token in text:
+            raise InvalidArgument(f"the prompt has {self._image_token}, which stands for a row of a picture")
         if self._tower.has_mrope and self.placeholder * 2 in text:
             raise InvalidArgument("the prompt has two pictures without a token between them")
         with torch.inference_mode():

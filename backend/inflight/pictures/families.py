@@ -29,6 +29,8 @@ MODEL_TYPES = (
 )
 """Model types whose pictures are encoded."""
 
+TOWER_DTYPES = ("float32", "float16", "bfloat16")
+"""Data types of a vision tower."""
 INSTALL_PICTURES = "run .venv/bin/pip install -e '.[pictures]', or install the package inflight[pictures]"
 """How to install what encodes pictures."""
 _BY_TORCHVISION = ("lfm2_vl", "gemma4_unified")
