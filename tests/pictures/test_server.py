@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -97,6 +99,19 @@ def test_prompts_and_statistics_arrive_as_they_are(tmp_path: Path) -> None:
         assert not (tmp_path / "socket").exists()
 
     run(test())
+
+
+def test_each_prompt_has_a_line_without_its_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with serving(tmp_path / "socket", FakeEncoder()) as (client, _):
+            await client.encode("some text", [b"one", b"two"], 1000)
+
+    with caplog.at_level(logging.INFO, "inflight.pictures.server"):
+        run(test())
+    (line,) = (record.getMessage() for record in caplog.records if record.name == "inflight.pictures.server")
+    assert re.fullmatch(
+        r"a prompt with 2 pictures: \d+ of its \d+ tokens are theirs, \d+ ms, 0 prompts wait", line
+    )
 
 
 def test_errors_arrive_with_their_kinds(tmp_path: Path) -> None:

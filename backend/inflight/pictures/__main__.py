@@ -10,6 +10,7 @@ import asyncio
 import logging
 import signal
 import sys
+import time
 from collections.abc import Sequence
 
 import torch
@@ -21,6 +22,8 @@ from inflight.pictures.encoder import CACHE_BYTES, PictureEncoder
 from inflight.pictures.families import TOWER_DTYPES
 from inflight.pictures.server import PicturesServer
 
+_log = logging.getLogger(__name__)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until a signal ends the process. Returns the exit status: 0 on a signal, 2 if it cannot serve."""
@@ -30,8 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     if given.threads:
         torch.set_num_threads(given.threads)
+    begun_s = time.monotonic()
     try:
         encoder = PictureEncoder(given.checkpoint, given.dtype, given.device, given.cache_bytes)
+        _log.info("the vision tower is loaded: %.1f s", time.monotonic() - begun_s)
         asyncio.run(_serve(PicturesServer(encoder), given.socket))
     except ConfigError as error:
         print(f"pictures: {error}", file=open_log(given.log_format, "error"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
@@ -124,9 +125,18 @@ class PicturesServer:
         return None if encoding.cancelled() else encoding.result()
 
     def _encode(self, request: EncodePictures) -> Encoded:
+        begun_s = time.monotonic()
         try:
             pictures = [memoryview(picture.data) for picture in request.pictures]
             prompt = self._encoder.encode(request.text, pictures, request.vocab_size, request.special_tokens)
+            _log.info(
+                "a prompt with %d pictures: %d of its %d tokens are theirs, %.0f ms, %d prompts wait",
+                len(pictures),
+                sum(prompt.num_picture_tokens),
+                len(prompt.token_ids),
+                1000 * (time.monotonic() - begun_s),
+                self._num_prompts - 1,
+            )
             return Encoded(prompt)
         except InflightError as error:
             return _failed(error)
