@@ -73,6 +73,7 @@ class Served:
         responses: By request id and sequence index, in order.
         num_pauses: Number of pauses of all requests.
         num_iterations: Number of forward passes.
+        num_context_tokens: Number of known tokens that were computed as context.
         most_in_flight: Maximum number of batches that were started but not decoded.
         errors: By request id, for requests that may fail.
     """
@@ -80,6 +81,7 @@ class Served:
     responses: dict[tuple[int, int], list[Response]] = field(default_factory=dict)
     num_pauses: int = 0
     num_iterations: int = 0
+    num_context_tokens: int = 0
     most_in_flight: int = 0
     errors: dict[int, Exception] = field(default_factory=dict)
 
@@ -130,6 +132,11 @@ def serve(
         batch = scheduler.schedule()
         if batch is not None:
             served.num_iterations += 1
+            served.num_context_tokens += sum(
+                len(chunk.token_ids) - chunk.num_draft_tokens
+                for chunk in batch.context
+                if not chunk.is_generation
+            )
             served.num_pauses += scheduler.stats(batch).num_paused_requests
             in_flight.append((batch, engine.forward(batch)))
             served.most_in_flight = max(served.most_in_flight, len(in_flight))

@@ -80,6 +80,7 @@ IN_ANY_KERNELS = [
     "after block tables", "before copies", "after copies", "packing", "after the last layer",
     "amid context outputs", "before logits", "after logits", "in the sampler",
 ]  # fmt: skip
+IN_STATES = ["after block tables", "after the last layer", "in the sampler", "after everything"]
 every_stage = pytest.mark.parametrize(
     ("stage", "kernels"),
     with_all(
@@ -140,7 +141,31 @@ def test_tokens_equal_those_of_a_run_without_failures(
     zoo: Zoo, stage: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scheduler runs halves of a failed batch separately; none of its requests is at fault."""
-    model = zoo[CASE]
+    assert_undisturbed_by_faults(zoo[CASE], stage, kernels, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("stage", "kernels"),
+    with_all(
+        [
+            *((stage, "torch") for stage in IN_STATES),
+            *(pytest.param(stage, "native", marks=needs_native) for stage in IN_STATES),
+        ],
+        [("after the last layer", "torch"), ("after the last layer", "native")],
+    ),
+)
+@pytest.mark.parametrize("case", with_all(["qwen3.5", "granite-hybrid", "lfm2"], ["lfm2"]))
+def test_recurrent_states_begin_anew_after_a_failure(
+    zoo: Zoo, case: str, stage: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failed batch has changed states and snapshots."""
+    assert_undisturbed_by_faults(zoo[case], stage, kernels, monkeypatch)
+
+
+def assert_undisturbed_by_faults(
+    model: ZooModel, stage: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Serve requests through failures in one stage, and compare them with a run without failures."""
     engine = load(model.folder, 100, 7, kernels=kernels)
     part, name, after, skipped = STAGES[stage]
     saboteur = Saboteur(monkeypatch, part(engine), name, after, skipped)

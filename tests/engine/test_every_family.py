@@ -93,12 +93,8 @@ CASE_OF = {
     "lfm3": "lfm3",
 }
 """A model of the zoo for each family."""
-NEW = [
-    *(
-        case
-        for family, case in CASE_OF.items()
-        if family not in ("llama", "mistral", "qwen2", "qwen3", "gpt2")
-    ),
+MODELS = [
+    *CASE_OF.values(),
     "granite-hybrid",  # several groups of heads
     "nemotron-h-dense",  # one group of heads, biases
     "gemma3n-widths",
@@ -106,7 +102,7 @@ NEW = [
     "gemma4-shared",
     "falcon-alibi",
 ]
-"""The other ways are used in other tests."""
+"""Also those with other components of a family."""
 BOUND = {"bfloat16": 0.08, "int8": 0.15}
 """As in test_precision.py: root mean square error of the logits over their standard deviation."""
 AMPLIFYING = ["qwen3.5"]
@@ -158,7 +154,7 @@ OF_KNOWN_COMPONENTS = [
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
-@pytest.mark.parametrize(("case", "kernels"), with_all(by_default_and(NEW, NEW), FAST))
+@pytest.mark.parametrize(("case", "kernels"), with_all(by_default_and(MODELS, MODELS), FAST))
 @pytest.mark.parametrize(
     "way", with_all(["no-evict", "utilization-chunked-no-reuse"], ["utilization-chunked-no-reuse"])
 )
@@ -171,10 +167,12 @@ def test_packed_chunked_reused_and_paused_requests_give_transformers_tokens(
     engine = load(model.folder, num_blocks=26, max_num_sequences=8, kernels=kernels)
     served = serve(engine, config_of(way), requests)
     assert (served.num_pauses > 0) == ("utilization" in way)
+    num_prompt_tokens = sum(len(request.input_token_ids) for request in requests)
+    assert (served.num_context_tokens < num_prompt_tokens) == (way == "no-evict"), "reused blocks"
     assert_as_transformers(model, served, requests)
 
 
-@pytest.mark.parametrize(("case", "kernels"), with_all(by_default_and(NEW, NEW), FAST[:-1]))
+@pytest.mark.parametrize(("case", "kernels"), with_all(by_default_and(MODELS, MODELS), FAST[:-1]))
 @pytest.mark.parametrize(
     "topology", with_all([pytest.param((2, 1), id="tp2"), pytest.param((1, 2), id="pp2")], [(2, 1)])
 )
@@ -195,7 +193,8 @@ def test_several_ranks_give_transformers_tokens(
 
 
 @pytest.mark.parametrize(
-    ("case", "kernels"), with_all(by_default_and(["gemma2", "olmo2"], NEW), [*FAST[:-1], ("gemma2", "torch")])
+    ("case", "kernels"),
+    with_all(by_default_and(["gemma2", "olmo2"], MODELS), [*FAST[:-1], ("gemma2", "torch")]),
 )
 @pytest.mark.parametrize("dtype", BOUND)
 @torch.inference_mode()

@@ -23,6 +23,7 @@ from inflight.engine.cpu.packing import GROUPED
 from inflight.engine.load_decoder import weight_bytes
 from inflight.errors import ConfigError
 from inflight.gguf import folder as gguf_folder
+from inflight.gguf.header import FLOAT_TYPES, QUANTIZED_TYPES
 from inflight.hub import find_checkpoint
 from inflight.models.levels import MatrixKind
 from inflight.models.loader import check_weights, quantized_kinds
@@ -159,18 +160,18 @@ def test_a_key_that_may_change_the_computation_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
-    [(GGMLQuantizationType.IQ4_NL, "IQ4_NL"), (GGMLQuantizationType.Q2_K, "Q2_K")],
+    "kind", [each for each in GGMLQuantizationType if each.name not in FLOAT_TYPES + QUANTIZED_TYPES]
 )
-def test_types_that_are_not_read_are_refused_by_name(
-    tmp_path: Path, kind: GGMLQuantizationType, said: str
-) -> None:
+def test_types_that_are_not_read_are_refused_by_name(tmp_path: Path, kind: GGMLQuantizationType) -> None:
+    """All types of the package `gguf`, among them every IQ type."""
     path = tmp_path / "m.gguf"
     writer = GGUFWriter(path, "llama")
     block_bytes = GGML_QUANT_SIZES[kind][1]
     writer.add_tensor("output.weight", np.zeros((1, block_bytes), np.uint8), raw_dtype=kind)
     _finish(writer)
-    with pytest.raises(ConfigError, match=rf"tensor 'output\.weight' has type {said}, expected one of F32"):
+    with pytest.raises(
+        ConfigError, match=rf"tensor 'output\.weight' has type {kind.name}, expected one of F32"
+    ):
         find_checkpoint(str(path))
 
 

@@ -61,10 +61,7 @@ def test_greedy_tokens_and_logits_are_those_of_the_whole_model(
 
 
 @pytest.mark.parametrize("way", ["no-evict", "utilization-chunked-no-reuse"])
-@pytest.mark.parametrize(
-    "case",
-    with_all(["gemma3-vision", "mistral3", "qwen2.5-vl", "qwen3-vl", "qwen3.5-vision"], ["qwen2.5-vl"]),
-)
+@pytest.mark.parametrize("case", with_all(MULTIMODAL, ["qwen2.5-vl"]))
 def test_packed_chunked_and_reused_requests_give_transformers_tokens(zoo: Zoo, case: str, way: str) -> None:
     model = zoo[case]
     requests = some_of_everything(model, longest=examples(18, all=30))
@@ -82,7 +79,7 @@ def test_compiled_layers_compute_text_parts_of_supported_families(zoo: Zoo, case
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("case", ["qwen3-vl-moe", "gemma3-vision"])
+@pytest.mark.parametrize("case", MULTIMODAL)
 def test_several_ranks_give_transformers_tokens(zoo: Zoo, case: str) -> None:
     model = zoo[case]
     requests = some_of_everything(model)[:4]

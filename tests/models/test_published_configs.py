@@ -46,7 +46,8 @@ def read(folder: Path, values: dict[str, Any]) -> DecoderConfig:
 def theirs(values: dict[str, Any]) -> PretrainedConfig:
     """Return transformers' configuration, of a multimodal model that of its text part."""
     own = {key: value for key, value in values.items() if key != "quantization_config"}
-    whole = CONFIG_MAPPING[values["model_type"]].from_dict(json.loads(json.dumps(own)))
+    kind = own["model_type"] = "deepseek_v3" if values["model_type"] == "kimi_k2" else values["model_type"]
+    whole = CONFIG_MAPPING[kind].from_dict(json.loads(json.dumps(own)))
     config = whole.get_text_config()
     if config is not whole:
         config.tie_word_embeddings, config.dtype = whole.tie_word_embeddings, whole.dtype or config.dtype

@@ -23,9 +23,9 @@ _PART = re.compile(r"(?P<model>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 FLOAT_TYPES = ("F32", "F16", "BF16")
 """Types of tensors that are not quantized."""
 QUANTIZED_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+"""Types of quantized matrices that are read."""
 LEVEL_TYPES = frozenset({"Q4_0", "Q5_0", "Q6_K", "Q8_0", "MXFP4"})
 """The quantized types whose numbers are levels times a scale; others have minimums, and are unpacked."""
-"""Types of quantized matrices that are read."""
 
 
 @dataclass(frozen=True, slots=True)

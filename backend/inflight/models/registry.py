@@ -112,14 +112,14 @@ def _family(config: ConfigFile) -> Family:
     architectures, model_type = config.texts("architectures"), config.text_or_none("model_type")
     if not architectures:
         for family in FAMILIES:
-            if family.model_type == model_type:
+            if model_type in (family.model_type, *family.other_types):
                 return family
         types = [family.model_type for family in FAMILIES]
         error = config.error("model_type", f"one of {', '.join(types)}")
         raise UnknownFamily(error, model_type or "a model without model_type", types)
     for family in FAMILIES:
         if family.architecture in architectures:
-            if model_type in (None, family.model_type):
+            if model_type in (None, family.model_type, *family.other_types):
                 return family
             error = config.error(
                 "model_type", f"{family.model_type!r}, as architectures has {family.architecture}"

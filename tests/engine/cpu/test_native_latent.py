@@ -44,6 +44,14 @@ def test_chunks_in_either_form_give_transformers_logits(zoo: Zoo, case: str, for
     torch.testing.assert_close(torch.stack(row.logits), expected, rtol=0, atol=1e-4)
 
 
+def test_small_and_large_chunks_are_computed_in_different_forms(zoo: Zoo) -> None:
+    """The forms round differently; if all chunks had one form, the logits would be bitwise the same."""
+    absorbed, decompressed = (
+        _logits(zoo["deepseek-v3"], CHUNKS[form], kernels="native") for form in ("absorbed", "decompressed")
+    )
+    assert not torch.equal(absorbed, decompressed)
+
+
 @pytest.mark.parametrize("form", CHUNKS)
 def test_rows_with_windows_have_the_logits_of_torchs_operators(zoo: Zoo, form: str) -> None:
     model, windows = zoo["deepseek-v3"], {"max_attention_window_size": (70, 19, 256), "sink_token_length": 4}

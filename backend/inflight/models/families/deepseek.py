@@ -233,5 +233,12 @@ def _read_mistral4(config: ConfigFile) -> DecoderConfig:
 DEEPSEEK_FAMILIES = (
     Family("mistral4", "Mistral4ForCausalLM", _read_mistral4, _V2_NAMES),
     Family("deepseek_v2", "DeepseekV2ForCausalLM", _read_v2, _V2_NAMES, _V2_NEUTRAL),
-    Family("deepseek_v3", "DeepseekV3ForCausalLM", read_v3, V3_NAMES, V3_NEUTRAL),
+    Family(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        read_v3,
+        V3_NAMES,
+        V3_NEUTRAL,
+        other_types=("kimi_k2",),
+    ),
 )

@@ -372,6 +372,7 @@ class Family:
             experts.
         read_norms: Returns the names of a layer's norms, in a family in which they depend on config.json; None:
             they are those of `names`.
+        other_types: Further values of `model_type` that published checkpoints of the class have.
     """
 
     model_type: str
@@ -381,6 +382,7 @@ class Family:
     neutral: NeutralKeys = field(default_factory=dict[str, tuple[Any, ...]])
     quantizations: tuple[str, ...] = ()
     read_norms: Callable[[ConfigFile], NormNames] | None = None
+    other_types: tuple[str, ...] = ()
 
 
 def names_in_multimodal(names: WeightNames) -> WeightNames:
