@@ -82,7 +82,7 @@ class Parser(argparse.ArgumentParser):
         if message.startswith(_UNRECOGNIZED):
             unknown = [word.partition("=")[0] for word in message.removeprefix(_UNRECOGNIZED).split()]
             flags = (*self._option_string_actions, *self._other_flags)
-            known = [flag[2:] for flag in flags if flag.startswith("--")]  # "--" would make all of them similar
+            known = [flag[2:] for flag in flags if flag.startswith("--")]  # with "--" all would be similar
             near = [equally_near(word[2:], known) for word in unknown if word.startswith("--")]
             found = list(dict.fromkeys(f"--{word}" for words in near for word in words))
             if found:

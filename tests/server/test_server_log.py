@@ -192,9 +192,9 @@ def test_what_tritonserver_itself_tells_is_kept_and_not_shown() -> None:
 
 def test_a_warning_of_every_model_is_shown_once_while_a_server_starts() -> None:
     quiet = Quiet(is_starting=True)
-    warnings = [f"W1127 11:49:0{n}.930101 8790 host.py:175] \"text will be refused\"\n" for n in range(4)]
-    other = "W1127 11:49:05.930101 8790 host.py:175] \"no guides\"\n"
-    error = "E1127 11:49:05.930101 8790 host.py:175] \"failed\"\n"
+    warnings = [f'W1127 11:49:0{n}.930101 8790 host.py:175] "text will be refused"\n' for n in range(4)]
+    other = 'W1127 11:49:05.930101 8790 host.py:175] "no guides"\n'
+    error = 'E1127 11:49:05.930101 8790 host.py:175] "failed"\n'
     lines = [*warnings, other, error, error]
     assert [line for line in lines if quiet.lets_pass(line)] == [warnings[0], other, error, error]
     quiet.is_starting = False
