@@ -70,6 +70,14 @@ def test_all_options_that_are_equally_near_are_named(capsys: pytest.CaptureFixtu
     assert "(did you mean --mode or --model?)" in capsys.readouterr().err
 
 
+def test_an_option_like_no_other_gets_no_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    from inflight.server.cli import parse
+
+    with pytest.raises(SystemExit):
+        parse(["--demo"])
+    assert "error: unrecognized arguments: --demo\n" in capsys.readouterr().err
+
+
 JSON_PROGRAMS = {
     "serve": "inflight.server.cli",
     "openai": "inflight.openai.__main__",

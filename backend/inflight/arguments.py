@@ -81,9 +81,10 @@ class Parser(argparse.ArgumentParser):
         """Write the message, with the nearest option, and exit with 2."""
         if message.startswith(_UNRECOGNIZED):
             unknown = [word.partition("=")[0] for word in message.removeprefix(_UNRECOGNIZED).split()]
-            known = (*self._option_string_actions, *self._other_flags)
-            near = [equally_near(word, known) for word in unknown if word.startswith("--")]
-            found = list(dict.fromkeys(word for words in near for word in words))
+            flags = (*self._option_string_actions, *self._other_flags)
+            known = [flag[2:] for flag in flags if flag.startswith("--")]  # with "--" all would be similar
+            near = [equally_near(word[2:], known) for word in unknown if word.startswith("--")]
+            found = list(dict.fromkeys(f"--{word}" for words in near for word in words))
             if found:
                 message += f" (did you mean {' or '.join(found)}?)"
         hint = f"{self.prog} --help lists the options"

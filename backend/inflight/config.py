@@ -243,7 +243,7 @@ class EngineConfig:
     gpt_model_path: str | None = parameter(
         None,
         TEXT,
-        "folder of the checkpoint; the demo model without one",
+        "folder of the checkpoint; default: the demo model",
         ENGINE_ONLY | _PREPROCESSING,
         template="engine_dir",
     )
@@ -404,7 +404,9 @@ def _accepts(kind: ParameterKind, value: Any) -> bool:
 class Parameters:
     """All parameters of a model from config.pbtxt, checked, with defaults. None means not given."""
 
-    tokenizer_dir: str | None = parameter(None, TEXT, "folder of tokenizer.json", _ALL - {Role.ENCODERS})
+    tokenizer_dir: str | None = parameter(
+        None, TEXT, "folder of tokenizer.json; default: the checkpoint", _ALL - {Role.ENCODERS}
+    )
     gpt_model_type: str = parameter(
         "inflight_fused_batching",
         choice("V1", "inflight_batching", "inflight_fused_batching", any_case=True),
@@ -414,7 +416,10 @@ class Parameters:
         complaint="{key} value of {text!r} is not supported",
     )
     exclude_input_in_output: bool | None = parameter(
-        None, BOOLEAN, "leave the prompt out unless a request says otherwise", _MODELS
+        None,
+        BOOLEAN,
+        "leave the prompt out unless a request says otherwise; default: as tensorrt_llm, and there false",
+        _MODELS,
     )
     ignored_request_parameters: tuple[str, ...] = parameter(
         (),

@@ -173,10 +173,10 @@ def _reason(name: str, revision: str, error: Exception) -> str:
     if isinstance(error, errors.LocalEntryNotFoundError):  # raised for every error that prevented the request
         cache = constants.HF_HUB_CACHE
         if error.__cause__ is None or isinstance(error.__cause__, errors.OfflineModeIsEnabled):
-            return f"revision {revision!r} of that name is not, or not all of it, in the hub's cache {cache}"
+            return f"the hub's cache {cache} has not all files of revision {revision!r} of that name"
         return (
-            f"it cannot be fetched from {endpoint} ({_first_line(error.__cause__)}), nor is revision "
-            f"{revision!r}, or all of it, in the hub's cache {cache}"
+            f"it cannot be fetched from {endpoint} ({_first_line(error.__cause__)}), and the hub's cache {cache} "
+            f"has not all files of revision {revision!r}"
         )
     return f"it is not available from {endpoint}: {_first_line(error)}"
 

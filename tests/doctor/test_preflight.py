@@ -65,6 +65,15 @@ def test_an_invalid_setting() -> None:
     assert "max_num_tokens: got 'x'" in problem(DEMO_MODEL, settings={"max_num_tokens": "x"})
 
 
+def test_sequences_that_the_models_positions_do_not_reach() -> None:
+    found = problem(DEMO_MODEL, settings={"max_sequence_length": "1025"})
+    assert found.startswith(
+        "max_sequence_length is 1025, expected at most 1024, which is how far the positions of "
+    )
+    options = ServerOptions(wanted=Wanted(DEMO_MODEL, settings={"max_sequence_length": "1024"}))
+    assert not [*preflight.problems(options)]
+
+
 def test_weights_that_exceed_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "available_cpu_memory", lambda: 1 << 20)
     monkeypatch.setattr(preflight, "has_gpu", lambda root: False)

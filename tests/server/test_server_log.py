@@ -8,7 +8,7 @@ import pytest
 
 from inflight.log_lines import LineFormatter
 from inflight.server import descriptors
-from inflight.server.log import CollapsingHandler, Repeats, ServerLog, find_cause, was_starved
+from inflight.server.log import CollapsingHandler, Quiet, Repeats, ServerLog, find_cause, was_starved
 
 FAILED = r"""I1121 07:32:04.136206 3786 model_lifecycle.cc:472] "loading: m:1"
 hello from the model
@@ -188,6 +188,17 @@ def test_what_tritonserver_itself_tells_is_kept_and_not_shown() -> None:
     verbose = ServerLog(io.BytesIO(START.encode()), everything, has_gpu=True, is_verbose=True)
     verbose.join(60)
     assert everything.getvalue() == START
+
+
+def test_a_warning_of_every_model_is_shown_once_while_a_server_starts() -> None:
+    quiet = Quiet(is_starting=True)
+    warnings = [f'W1127 11:49:0{n}.930101 8790 host.py:175] "text will be refused"\n' for n in range(4)]
+    other = 'W1127 11:49:05.930101 8790 host.py:175] "no guides"\n'
+    error = 'E1127 11:49:05.930101 8790 host.py:175] "failed"\n'
+    lines = [*warnings, other, error, error]
+    assert [line for line in lines if quiet.lets_pass(line)] == [warnings[0], other, error, error]
+    quiet.is_starting = False
+    assert all(map(quiet.lets_pass, warnings))
 
 
 def test_access_lines_are_never_counted_together() -> None:

@@ -78,8 +78,9 @@ def _parameters(folder: Path, dtype: str | None, settings: Mapping[str, str]) ->
 
 
 def _check_model(folder: Path, config: EngineConfig) -> Iterator[Finding]:
-    from inflight.engine.capacity import find_device, longest_sequence
+    from inflight.engine.capacity import find_device
     from inflight.engine.load_decoder import computed_dtype, weight_bytes
+    from inflight.engine.sequence_length import longest_sequence
     from inflight.errors import ConfigError
     from inflight.models import read_model_description
     from inflight.models.loader import num_parameters

@@ -21,9 +21,11 @@ from inflight.doctor.family import refused_by_family, runs_by_transformers
 from inflight.doctor.finding import Level
 from inflight.doctor.machine import check_shared_memory, has_gpu
 from inflight.engine.memory import available_cpu_memory
+from inflight.engine.sequence_length import longest_sequence
 from inflight.engine_folder import is_engine_folder
 from inflight.errors import ConfigError
 from inflight.gguf.folder import is_gguf
+from inflight.models.registry import describe
 from inflight.server.launch import ServerOptions, lay_out
 from inflight.server.repository import read_engine_parameters
 
@@ -68,7 +70,12 @@ def problems(options: ServerOptions, root: Path = Path("/")) -> Iterator[str]:
     engine = None if parameters is None else parameters.engine
     if parameters is not None and (reason := _saved_blocks(options, parameters.kv_cache_dir)):
         yield reason
-    reason = _family(options, engine) or _memory(options, engine, root) or _weights(options, engine)
+    reason = (
+        _family(options, engine)
+        or _length(engine)
+        or _memory(options, engine, root)
+        or _weights(options, engine)
+    )
     if reason is not None:
         yield reason
 
@@ -207,6 +214,24 @@ def _family(options: ServerOptions, engine: EngineConfig | None) -> str | None:
     if engine is None or folder is None or is_engine_folder(folder) or not (folder / "config.json").is_file():
         return None
     return refused_by_family(read_config_file(folder), engine.implementation)
+
+
+def _length(engine: EngineConfig | None) -> str | None:
+    """Return why sequences cannot be as long as max_sequence_length."""
+    if engine is None or engine.max_sequence_length is None or engine.gpt_model_path is None:
+        return None
+    folder = Path(engine.gpt_model_path)
+    if engine.implementation in ("transformers", "tensorrt") or not (folder / "config.json").is_file():
+        return None
+    try:
+        decoder = describe(read_config_file(folder)).decoder
+    except ConfigError:  # a model for transformers' own code, or loading it reports the error
+        return None
+    try:
+        longest_sequence(engine, decoder)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def _memory(options: ServerOptions, engine: EngineConfig | None, root: Path) -> str | None:

@@ -30,7 +30,6 @@ from inflight.engine.memory import (
 from inflight.engine.recurrent.states import RecurrentStates, state_bytes
 from inflight.errors import ConfigError
 from inflight.models import DecoderConfig
-from inflight.models.rope_config import DynamicScaling
 from inflight.processors import Processors
 from inflight.ranks.topology import Mapping
 
@@ -89,26 +88,6 @@ def offer_outputs(
         decoder.hidden_size,
         decoder.vocab_size,
         first_layer,
-    )
-
-
-def longest_sequence(config: EngineConfig, decoder: DecoderConfig) -> int:
-    """Return the maximum sequence length in tokens: the configured one, or what the model's positions allow.
-
-    Raises ConfigError if the configured length exceeds the model's.
-    """
-    wanted, longest = config.max_sequence_length, decoder.max_positions
-    if wanted is None or wanted <= longest:
-        return wanted or longest
-    reason = ""
-    if any(rope is not None and isinstance(rope.scaling, DynamicScaling) for rope in decoder.ropes):
-        reason = (
-            ": its rotary positions are of type dynamic, which change for all tokens of a sequence with every one "
-            "beyond that, so that cached keys would be wrong; type yarn or linear in config.json reaches further"
-        )
-    raise ConfigError(
-        f"max_sequence_length is {wanted}, expected at most {longest}, which is how far the positions of "
-        f"{config.gpt_model_path} reach{reason}"
     )
 
 

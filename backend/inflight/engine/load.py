@@ -17,7 +17,6 @@ from inflight.engine.capacity import (
     count_adapter_pages,
     count_blocks,
     find_device,
-    longest_sequence,
     total_state_bytes,
 )
 from inflight.engine.collectives import ALONE, Collectives
@@ -47,6 +46,7 @@ from inflight.engine.memory import (
 )
 from inflight.engine.rank_loader import RankLoader, prepare_device
 from inflight.engine.runner import ModelRunner
+from inflight.engine.sequence_length import longest_sequence
 from inflight.engine.windows import layer_windows
 from inflight.guided.grammars import Grammars
 from inflight.models.loader import check_weights

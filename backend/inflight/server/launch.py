@@ -204,7 +204,8 @@ class TritonServer:
         except OSError as error:
             raise ServeError(f"{command[0]} cannot be run: {error.strerror}") from None
         is_verbose = self._options.log_verbose
-        self._log = ServerLog(self._process.output, self._echo, _has_gpu() or is_verbose, is_verbose)
+        has_gpu = _has_gpu() or is_verbose
+        self._log = ServerLog(self._process.output, self._echo, has_gpu, is_verbose, is_starting=True)
         if self._pictures:
             self._pictures.start()
         if self._openai:
@@ -245,6 +246,7 @@ class TritonServer:
             self._warn_unchecked("tritonserver could not load their library, as its log says")
         if self._log:
             self._log.settle(quiet=0.05, timeout=0.5)
+            self._log.end_start()
         return True
 
     def _is_ready(self) -> bool:

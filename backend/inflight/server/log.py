@@ -49,6 +49,8 @@ class ServerLog:
         has_gpu: Whether messages about a missing GPU are of interest.
         is_verbose: Whether to copy every line. If not, what tritonserver itself logs as information is only
             stored, and repeated lines are counted.
+        is_starting: Whether several models are being loaded, until `end_start` is called: a warning that
+            each of them gives is then copied once.
 
     Attributes:
         num_lines: Number of lines that the server has written.
@@ -56,7 +58,12 @@ class ServerLog:
     """
 
     def __init__(
-        self, stream: IO[bytes], echo: TextIO | None, has_gpu: bool, is_verbose: bool = False
+        self,
+        stream: IO[bytes],
+        echo: TextIO | None,
+        has_gpu: bool,
+        is_verbose: bool = False,
+        is_starting: bool = False,
     ) -> None:
         self._stream = stream
         self._echo = echo
@@ -68,7 +75,7 @@ class ServerLog:
         self._last_line_at = time.monotonic()
         self._has_explained = False  # whether the advice about descriptors was written
         self._repeats = Repeats(collapses=not is_verbose)
-        self._quiet = None if is_verbose else Quiet()
+        self._quiet = None if is_verbose else Quiet(is_starting)
         self._thread = threading.Thread(target=self._copy, name="server-log", daemon=True)
         self._thread.start()
 
@@ -76,6 +83,11 @@ class ServerLog:
         """Return the log so far. If it is very long, only its end is returned."""
         with self._changed:
             return "".join(self._lines)
+
+    def end_start(self) -> None:
+        """Copy repeated warnings from now on. Any thread."""
+        if self._quiet is not None:
+            self._quiet.is_starting = False
 
     def join(self, timeout: float) -> None:
         """Wait until the server's last line has been read."""
@@ -124,18 +136,34 @@ class ServerLog:
 
 
 class Quiet:
-    """A filter of what tritonserver itself logs as information. Its warnings and errors, and all lines of models,
-    pass."""
+    """A filter of lines that tell nothing new: what tritonserver itself logs as information, and warnings that
+    a model repeats while the server starts. All other lines pass.
 
-    def __init__(self) -> None:
+    Args:
+        is_starting: The attribute.
+
+    Attributes:
+        is_starting: Whether the server starts. Each of its models reads the same checkpoint, and warns of it.
+    """
+
+    def __init__(self, is_starting: bool = False) -> None:
+        self.is_starting = is_starting
         self._hides = False  # whether the last record was held back
+        self._warnings: set[str] = set()
 
     def lets_pass(self, line: str) -> bool:
         """Return whether to show a line."""
-        if _RECORD.match(line):
-            self._hides = _TRITONS_OWN.match(line) is not None
+        if record := _RECORD.match(line):
+            is_repeated = record["level"] == "W" and self._is_repeated(line[record.end() :])
+            self._hides = is_repeated or _TRITONS_OWN.match(line) is not None
             return not self._hides
         return not (self._hides and _TABLE.match(line))
+
+    def _is_repeated(self, warning: str) -> bool:
+        if not self.is_starting or warning in self._warnings:
+            return self.is_starting
+        self._warnings.add(warning)
+        return False
 
 
 class Repeats:

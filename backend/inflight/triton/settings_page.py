@@ -108,10 +108,10 @@ def _entry(spec: ParameterSpec) -> Iterator[str]:
 
 
 def _default(spec: ParameterSpec) -> str:
-    """Return the end of a line with the default; empty if the meaning has it, or if there is none."""
+    """Return the end of a line with the default; empty if the meaning has it."""
     value = spec.default.value if isinstance(spec.default, Enum) else spec.default
     if value in (None, ()):
-        return ""
+        return "" if "default" in spec.meaning else "; default: none"
     return f"; default: `{str(value).lower() if isinstance(value, bool) else value}`"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from inflight.config import EngineConfig
-from inflight.engine.capacity import longest_sequence
+from inflight.engine.sequence_length import longest_sequence
 from inflight.engine.tensorrt.module import find_module, module_version
 from inflight.engine.tensorrt.sidecar import File, Sidecar, checkpoint_digest, file_digest, sidecar_name
 from inflight.engine.windows import layer_windows

@@ -201,7 +201,7 @@ static const struct {
     {"Unable to parse JSON", ""},
     {"attempt to get members for non-object", ": the body must be a JSON object"},
     {"doesn't support models with decoupled transaction policy",
-     "; tensorrt_llm_infer takes the same tensors and gives one response"},
+     "; tensorrt_llm_infer takes the tensors of tensorrt_llm and gives one response"},
 };
 static const char UNEQUAL_BATCHES[] = "batch size does not match other inputs";
 static const char BATCH_HINT[] =
