@@ -150,9 +150,12 @@ def test_errors_name_damaged_and_missing_folders(
         for convert in (main, lambda given: client_main(["convert-lora", *given])):
             assert convert([str(folder), str(tmp_path / "out")]) == 1
             assert "read" in capsys.readouterr().err
-    for convert in (main, lambda given: client_main(["convert-lora", *given])):
-        assert convert([str(tmp_path / "none"), str(tmp_path / "out")]) == 1
-        assert "adapter_config.json" in capsys.readouterr().err
+    missing = [str(tmp_path / "none"), str(tmp_path / "out")]
+    assert client_main(["convert-lora", *missing]) == 1
+    assert "adapter_config.json" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(missing)
+    assert f"{tmp_path / 'none'}: no such folder" in capsys.readouterr().err
 
 
 def test_the_client_imports_no_server_code() -> None:

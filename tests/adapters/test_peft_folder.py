@@ -283,7 +283,7 @@ TENSORS: dict[str, tuple[Any, str]] = {
     "another layer": (lambda t: {n.replace("layers.2", "layers.3"): e for n, e in t.items()},
         "the model has 3 layers"),
     "not a target": (lambda t: {n.replace("q_proj", "k_proj"): e for n, e in t.items()},
-        "by target_modules, exclude_modules and layers_to_transform"),
+        "although target_modules, exclude_modules and layers_to_transform of adapter_config.json leave it out"),
     "another rank": (lambda t: {n: e[:4] if "lora_A" in n else e[:, :4] for n, e in t.items()},
         "lora_A has shape [4, 64], and the rank is 8 by r and rank_pattern"),
     "ranks differ": (lambda t: {n: e[:4] if "lora_A" in n else e for n, e in t.items()},

@@ -110,7 +110,7 @@ def _write(path: Path, architecture: str, add: Callable[..., None], *arguments: 
 
 def _made(path: Path, model_type: str) -> Tokenizer:
     """Return the tokenizer of the folder that is made for a GGUF file."""
-    header, keys = read_header(path)
+    header, keys = read_header([path])
     files = make_tokenizer(header.architecture, keys)
     assert files is not None
     for name, content in zip(("tokenizer.json", "tokenizer_config.json"), files):
