@@ -177,7 +177,7 @@ def test_the_chat_template_and_named_ones_are_those_of_the_file(tmp_path: Path) 
         writer.add_chat_template(templates[0] if len(templates) == 1 else list(templates))
 
     def template(*templates: Any) -> Any:
-        header, keys = read_header(_write(tmp_path / "m.gguf", "llama", add, *templates))
+        header, keys = read_header([_write(tmp_path / "m.gguf", "llama", add, *templates)])
         files = make_tokenizer(header.architecture, keys)
         assert files is not None
         return files[1]["chat_template"]
