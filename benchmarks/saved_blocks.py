@@ -84,7 +84,9 @@ class Asker:
 @contextmanager
 def engine(options: argparse.Namespace, model: str, folder: str | None, room: int) -> Iterator[Asker]:
     """Run an engine whose cache has `room` tokens and whose blocks are saved in `folder`."""
-    parameters = Parameters(kv_cache_dir=folder, kv_cache_disk_bytes=1 << 40)
+    parameters = (
+        Parameters() if folder is None else Parameters(kv_cache_dir=folder, kv_cache_disk_bytes=1 << 40)
+    )
     size = parameters.engine.tokens_per_block
     parameters = replace(
         parameters,
