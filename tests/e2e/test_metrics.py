@@ -14,6 +14,7 @@ import pytest
 from inflight.server.launch import ServerOptions, TritonServer
 from inflight.serving.metric_table import COUNTERS, GAUGES, HISTOGRAMS, LENGTHS, TIMESTAMP, Batching
 from inflight.testing.fake_server import serve_fake
+from inflight.triton import metrics_on_demand
 from tests.prometheus import Page, parse, shown
 
 from .clients import Stream, ask, wait_until
@@ -112,15 +113,25 @@ def test_the_page_equals_the_log_line_and_gauges_fall_when_idle(fake_server):
 
 
 def test_the_page_counts_answered_requests_at_once(fake_server):
-    """No other request is in flight, so the page waits until the engine has published its metrics."""
-    for _ in range(3):
+    """No other request is in flight, so the page waits until the engine has published its metrics.
+
+    It waits for a limited time: on a busy machine a page may lack requests, if its scrape took as long as that.
+    """
+    num_complete = 0
+    for _ in range(20):
         before = wait_idle(fake_server)
         threads = [threading.Thread(target=complete, args=(fake_server,)) for _ in range(13)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert ended(page_of(fake_server)) - ended(before) == 13
+        begun_s = time.monotonic()
+        count = ended(page_of(fake_server)) - ended(before)
+        assert count == 13 or time.monotonic() - begun_s >= metrics_on_demand._TIMEOUT_S
+        num_complete += count == 13
+        if num_complete == 3:
+            return
+    raise AssertionError(f"{num_complete} of 20 pages were complete at once")
 
 
 def test_gauges_show_running_and_waiting_requests(fake_server):
