@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -51,6 +50,7 @@ __all__ = [
     "check_parameters",
     "make_adapters",
     "make_block_store",
+    "saves_blocks",
     "start_engine",
     "start_following",
 ]
@@ -79,7 +79,6 @@ class RunningEngine:
     _adapters: AdapterCommands | None = None
     _receipts: EngineReceipts | None = None
     _debug_tensors: DebugTensors | None = None
-    _block_store: HostBlockStore | None = None
     _endpoint: EndpointServer | None = None
     _closing: threading.Lock = field(default_factory=threading.Lock)
 
@@ -116,8 +115,6 @@ class RunningEngine:
             try:
                 self.client.drain(timeout_s, "the model is being unloaded")
                 has_ended = self._manager.shutdown(_LOOP_END_S)
-                if self._block_store is not None:
-                    self._block_store.close()
                 if has_ended:
                     self._release()
                 return has_ended
@@ -247,65 +244,71 @@ def start_engine(
 
     model = _load_checked(load, parameters, version_dir, rank_context)
     limits = model.engine.limits
-    block_store = make_block_store(parameters, model, lambda: manager.notify())
     parameters = replace(
-        parameters, scheduler=replace(parameters.scheduler, has_block_store=block_store is not None)
+        parameters, scheduler=replace(parameters.scheduler, has_block_store=saves_blocks(parameters, model))
     )
-    with ExitStack() as on_error:
-        if block_store is not None:
-            on_error.callback(block_store.close)
-        scheduler = Scheduler(parameters.scheduler, limits)
-        instruments = _make_instruments(parameters, limits, return_metrics, on_hang)
-        adapters = make_adapters(parameters, model, lambda: manager.notify())
-        receipts = _make_receipts(parameters, model, lambda: manager.notify())
-        client = LocalEngineClient(
-            _describe(parameters, model),
-            lambda: manager.notify(),
-            lambda timeout_s: manager.state(timeout_s),  # front ends decide which clients may read the state
-            lambda kind, timeout_s: manager.reports(kind, timeout_s),
-            adapters,
-            receipts,
-        )
-        guides = _make_guide_compiler(parameters, model, lambda: manager.notify())
-        manager = GptManager(
-            model.engine,
-            scheduler,
-            _counting_iterations(client.get_inference_requests, rank_context),
-            client.send_response,
-            client.poll_stop_signals,
-            stats_period_ns=parameters.stats_check_period_ms * 1_000_000,
-            on_death=_loop_failure_reporter(client, rank_context),
-            instruments=instruments,
-            ranks=None if rank_context is None else rank_context.ranks,
-            wait_until_sent=_wait_until_sent(client, limits.takes_all_processors, rank_context),
-            guides=guides,
-            adapters=None if adapters is None else adapters.cache,
-            block_store=block_store,
-        )
-        on_error.pop_all()
-        release = _release_once(model, rank_context)
-        return RunningEngine(
-            client, manager, release, guides, adapters, receipts, model.debug_tensors, block_store
-        )
+    scheduler = Scheduler(parameters.scheduler, limits)
+    instruments = _make_instruments(parameters, limits, return_metrics, on_hang)
+    adapters = make_adapters(parameters, model, lambda: manager.notify())
+    receipts = _make_receipts(parameters, model, lambda: manager.notify())
+    client = LocalEngineClient(
+        _describe(parameters, model),
+        lambda: manager.notify(),
+        lambda timeout_s: manager.state(timeout_s),  # front ends decide which clients may read the state
+        lambda kind, timeout_s: manager.reports(kind, timeout_s),
+        adapters,
+        receipts,
+    )
+    guides = _make_guide_compiler(parameters, model, lambda: manager.notify())
+    manager = GptManager(
+        model.engine,
+        scheduler,
+        _counting_iterations(client.get_inference_requests, rank_context),
+        client.send_response,
+        client.poll_stop_signals,
+        stats_period_ns=parameters.stats_check_period_ms * 1_000_000,
+        on_death=_loop_failure_reporter(client, rank_context),
+        instruments=instruments,
+        ranks=None if rank_context is None else rank_context.ranks,
+        wait_until_sent=_wait_until_sent(client, limits.takes_all_processors, rank_context),
+        guides=guides,
+        adapters=None if adapters is None else adapters.cache,
+        block_store=make_block_store(parameters, model, lambda: manager.notify()),
+    )
+    release = _release_once(model, rank_context)
+    return RunningEngine(client, manager, release, guides, adapters, receipts, model.debug_tensors)
+
+
+def saves_blocks(parameters: Parameters, model: LoadedModel) -> bool:
+    """Return whether KV blocks are saved in host memory or files.
+
+    Raises ConfigError if the parameters or the engine do not allow what is asked for.
+    """
+    host_bytes = _host_tier_bytes(parameters, model)
+    parameters.validate_saved_blocks(has_host_tier=host_bytes > 0)
+    is_asked_for = parameters.kv_cache_dir is not None or host_bytes > 0
+    if is_asked_for and model.block_memory is None:
+        name = "kv_cache_host_memory_bytes" if parameters.kv_cache_dir is None else "kv_cache_dir"
+        raise ConfigError(f"{name} is given, but this engine has no KV blocks that can be saved")
+    return is_asked_for
+
+
+def _host_tier_bytes(parameters: Parameters, model: LoadedModel) -> int:
+    """Return the host memory for saved blocks; 0 on a CPU, where it is a part of the cache."""
+    is_on_host = model.block_memory is not None and model.block_memory.is_on_host
+    return 0 if is_on_host else parameters.engine.kv_cache_host_memory_bytes
 
 
 def make_block_store(
     parameters: Parameters, model: LoadedModel, notify: Callable[[], None]
 ) -> HostBlockStore | None:
-    """Return the store of KV blocks in host memory and files; None if the parameters ask for neither.
+    """Return the store of KV blocks in host memory and files; None if blocks are not saved (`saves_blocks`).
 
-    Raises ConfigError if the engine cannot save blocks, or the folder cannot be used.
+    Raises ConfigError if the folder cannot be used.
     """
     folder, memory = parameters.kv_cache_dir, model.block_memory
-    # On a CPU this memory is part of the cache itself.
-    is_on_host = memory is not None and memory.is_on_host
-    host_bytes = 0 if is_on_host else parameters.engine.kv_cache_host_memory_bytes
-    parameters.validate_saved_blocks(has_host_tier=host_bytes > 0)
-    if folder is None and not host_bytes:
+    if memory is None or not saves_blocks(parameters, model):
         return None
-    if memory is None:
-        name = "kv_cache_host_memory_bytes" if folder is None else "kv_cache_dir"
-        raise ConfigError(f"{name} is given, but this engine has no KV blocks that can be saved")
     from inflight.block_store import BlockFiles, HostBlockStore, cache_identity
     from inflight.receipts.engine_part import given_parameters, model_folders, versions
 
@@ -321,6 +324,7 @@ def make_block_store(
             parameters.kv_cache_disk_bytes,
             parameters.kv_cache_max_age_s,
         )
+    host_bytes = _host_tier_bytes(parameters, model)
     return HostBlockStore(memory, model.engine.limits.tokens_per_block, notify, host_bytes, files)
 
 

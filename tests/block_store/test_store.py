@@ -187,15 +187,21 @@ def test_a_block_that_is_saved_twice_takes_host_memory_once(make):
     assert store.load(0, b=9, c=8).loads == (LoadResult(0, 2),)
 
 
-def test_a_block_that_is_saved_again_after_a_drop_is_there(make, tmp_path, monkeypatch):
-    may_write = threading.Event()
+@pytest.fixture
+def may_write(monkeypatch):
+    """An event: files are written only once it is set."""
+    event = threading.Event()
     write = BlockFiles.write
 
     def write_later(files, key, content):
-        assert may_write.wait(60)
+        assert event.wait(60)
         return write(files, key, content)
 
     monkeypatch.setattr(BlockFiles, "write", write_later)
+    return event
+
+
+def test_a_block_that_is_saved_again_after_a_drop_is_there(make, tmp_path, may_write):
     store = make(tmp_path)
     store.store.carry_out(StoreCommands(saves=pieces(a=1)))
     store.store.carry_out(StoreCommands(drops=(A,)))
@@ -236,16 +242,8 @@ def test_a_full_disk_drops_blocks_and_logs_one_line(make, tmp_path, monkeypatch,
     assert store.save(c=3) == StoreUpdate(saved=(C,))
 
 
-def test_blocks_that_wait_to_be_written_take_bounded_memory(make, tmp_path, monkeypatch):
+def test_blocks_that_wait_to_be_written_take_bounded_memory(make, tmp_path, monkeypatch, may_write):
     monkeypatch.setattr(store_module, "_MAX_QUEUED_BYTES", BYTES)
-    may_write = threading.Event()
-    write = BlockFiles.write
-
-    def write_later(files, key, content):
-        assert may_write.wait(60)
-        return write(files, key, content)
-
-    monkeypatch.setattr(BlockFiles, "write", write_later)
     store = make(tmp_path)
     store.store.carry_out(StoreCommands(saves=pieces(a=1, b=2, c=3)))
     assert store.store.update() == StoreUpdate(dropped=(B, C))

@@ -15,7 +15,7 @@ Patch = pytest.MonkeyPatch
 
 
 def prefix_used_without_its_state(patch: Patch) -> None:
-    def match(kv_cache: KvCacheManager, states, digests, block_ids, num_saved) -> PrefixMatch:
+    def match(kv_cache: KvCacheManager, states, saved, digests, block_ids, num_saved) -> PrefixMatch:
         num_held = sum(map(kv_cache.pool.is_held, block_ids))
         return PrefixMatch(tuple(block_ids), num_held, num_found=len(block_ids))
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 import pytest
 
 from inflight.core.kv import block_store, kv_cache_manager
+from inflight.core.kv.block_loader import BlockLoader
 from inflight.core.kv.block_pool import BlockPool
 from inflight.core.kv.block_store import LoadResult, SavedBlocks, SavedPiece, StoreCommands
 from inflight.core.kv.kv_cache_manager import KvCacheManager
@@ -67,7 +68,7 @@ def blocks_of_a_failed_load_published(patch: Patch) -> None:
 
 
 def blocks_published_before_they_are_loaded(patch: Patch) -> None:
-    start = KvCacheManager.start_load
+    start = KvCacheManager.load_saved
 
     def start_and_publish(kv_cache: KvCacheManager, *arguments) -> None:
         start(kv_cache, *arguments)
@@ -75,34 +76,35 @@ def blocks_published_before_they_are_loaded(patch: Patch) -> None:
         for block in list(kv_cache.saved.loads.values())[-1].blocks:
             kv_cache.pool.publish(block.block_id, block.digest, block.parent, tokens=block.tokens)
 
-    patch.setattr(KvCacheManager, "start_load", start_and_publish)
+    patch.setattr(KvCacheManager, "load_saved", start_and_publish)
 
 
 def loads_forgotten_when_records_are_rebuilt(patch: Patch) -> None:
-    init = BlockPool.__init__
-    patch.setattr(BlockPool, "__init__", lambda pool, *arguments: init(pool, *arguments[:3]))
+    clear = BlockPool.clear
+    patch.setattr(BlockPool, "clear", lambda pool, held=(): clear(pool))
 
 
 def loaded_blocks_never_released(patch: Patch) -> None:
-    update = KvCacheManager.update_saved
+    update = BlockLoader.update
 
-    def update_and_hold(kv_cache: KvCacheManager, news) -> None:
+    def update_and_hold(loader: BlockLoader, news) -> None:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(BlockPool, "release", lambda pool, block_ids: None)
-            update(kv_cache, news)
+            update(loader, news)
 
-    patch.setattr(KvCacheManager, "update_saved", update_and_hold)
+    patch.setattr(BlockLoader, "update", update_and_hold)
 
 
 def loads_not_promised(patch: Patch) -> None:
-    start = KvCacheManager.start_load
+    start = KvCacheManager.load_saved
 
     def start_without_promise(kv_cache: KvCacheManager, *arguments) -> None:
         before = dict(kv_cache._promises)
         start(kv_cache, *arguments)
-        kv_cache._promises = before
+        kv_cache._promises.clear()
+        kv_cache._promises.update(before)
 
-    patch.setattr(KvCacheManager, "start_load", start_without_promise)
+    patch.setattr(KvCacheManager, "load_saved", start_without_promise)
 
 
 def saved_after_the_next_batch(patch: Patch) -> None:
@@ -180,13 +182,13 @@ def snapshots_of_starts_loaded_over(patch: Patch) -> None:
 
 
 def _without_sources(patch: Patch, name: str) -> None:
-    init = KvCacheManager.__init__
+    init = BlockLoader.__init__
 
-    def init_without(kv_cache: KvCacheManager, *arguments) -> None:
-        init(kv_cache, *arguments)
-        setattr(kv_cache, name, _Never())
+    def init_without(loader: BlockLoader, *arguments) -> None:
+        init(loader, *arguments)
+        setattr(loader, name, _Never())
 
-    patch.setattr(KvCacheManager, "__init__", init_without)
+    patch.setattr(BlockLoader, "__init__", init_without)
 
 
 FAULTS_OF_STATES: list[Callable[[Patch], None]] = [

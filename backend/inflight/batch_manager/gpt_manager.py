@@ -77,7 +77,8 @@ class GptManager:
             (`SendWindow`). None: they are sent while the engine computes.
         guides: Compiles the guides of requests; None: requests with guides are refused.
         adapters: Finds or stores the adapters of requests; None: requests with adapters are refused.
-        block_store: Saves and loads KV blocks, with a single rank; None: they are not saved.
+        block_store: Saves and loads KV blocks, with a single rank; this object closes it. None: they are not
+            saved.
         start: Whether to start the worker thread; if not, the caller has to call `step`.
     """
 
@@ -186,6 +187,8 @@ class GptManager:
                 "the generation loop did not end in %g s: it waits for the device or for rank 0", timeout_s
             )
             return False
+        if self._block_store is not None:
+            self._block_store.close()
         self._engine.close()
         self._instruments.close()
         return True

@@ -5,11 +5,12 @@ Blocks of one identity are interchangeable between processes; blocks of another 
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
+
+from inflight.safetensors_header import tensor_ranges
 
 _WHOLE_BYTES = 8 << 20
 """Files up to this size are read whole."""
@@ -57,21 +58,9 @@ def _sample(path: Path) -> bytes:
         if size <= _WHOLE_BYTES:
             found.update(os.pread(file, size, 0))
         else:
-            for start in (*range(0, size, _STRIDE), *_tensors(file, size)):
+            tensors = [begin for begin, _ in tensor_ranges(file) or ()]
+            for start in (*range(0, size, _STRIDE), *tensors):
                 found.update(os.pread(file, _SAMPLE_BYTES, start))
     finally:
         os.close(file)
     return found.digest()
-
-
-def _tensors(file: int, size: int) -> Iterator[int]:
-    """Yield the places of the tensors in a safetensors file; none for a file of another format."""
-    length = int.from_bytes(os.pread(file, 8, 0), "little")
-    if length > size:
-        return
-    try:
-        header = json.loads(os.pread(file, length, 8))
-        places = [8 + length + each["data_offsets"][0] for each in header.values() if "data_offsets" in each]
-    except (ValueError, AttributeError, TypeError, LookupError):  # not a header
-        return
-    yield from sorted(places)

@@ -119,7 +119,9 @@ class _Save:
 
 
 class HostBlockStore:
-    """Implements `inflight.core.ports.BlockStore`.
+    """Saves KV blocks in host memory and files, and loads them, on threads of its own.
+
+    Implements `inflight.core.ports.BlockStore`.
 
     Args:
         memory: The device's blocks.

@@ -178,6 +178,10 @@ class BlockStore(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Write what waits to be saved, for a few seconds at most, and free memory and threads. Idempotent."""
+        ...
+
 
 class Adapters(Protocol):
     """The adapter commands of front ends, besides requests that use adapters. Any thread."""

@@ -134,7 +134,8 @@ class Scheduler:
         for event in inputs.guides:
             self._apply_guide_event(event)
         self._apply_adapter_update(inputs.adapters)
-        self.kv_cache.update_saved(inputs.blocks)
+        if self.kv_cache.loader is not None:
+            self.kv_cache.loader.update(inputs.blocks)
         for stop in inputs.stops:
             self._stop(stop)
         for group in self._deadlines.pop_expired(self._now_ns):

@@ -26,6 +26,7 @@ from inflight.engine_folder import is_engine_folder
 from inflight.errors import ConfigError
 from inflight.gguf.folder import is_gguf
 from inflight.models.registry import describe
+from inflight.safetensors_header import tensor_ranges
 from inflight.server.launch import ServerOptions, lay_out
 from inflight.server.repository import read_engine_parameters
 
@@ -291,15 +292,8 @@ def _weights(options: ServerOptions, engine: EngineConfig | None) -> str | None:
 def _bytes_by_header(path: Path) -> int | None:
     """Return the size of a safetensors file according to its header; None if it has no such header."""
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > path.stat().st_size:
-            return length + 8
-        try:
-            header = json.loads(file.read(length))
-            ends = [each["data_offsets"][1] for name, each in header.items() if name != "__metadata__"]
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-            return None
-    return 8 + length + max(ends, default=0)
+        ranges = tensor_ranges(file.fileno())
+    return None if ranges is None else max((end for _, end in ranges), default=0)
 
 
 def _weight_files(folder: Path) -> set[str]:

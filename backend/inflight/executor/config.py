@@ -36,7 +36,7 @@ class DynamicBatchConfig(Frozen):
 
 @dataclass(frozen=True)
 class SchedulerConfig(Frozen):
-    """Policies of the scheduler.
+    """How the scheduler chooses the requests of an iteration.
 
     Attributes:
         capacity_scheduler_policy: Choice of the sequences that may hold KV blocks.
@@ -280,7 +280,7 @@ class GuidedDecodingConfig(Typed):
     """
 
     class GuidedDecodingBackend(Numbered):
-        """Libraries that compile guides."""
+        """The library that turns a JSON schema, regex or grammar into the tokens it allows."""
 
         XGRAMMAR = 0
         LLGUIDANCE = 1

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inflight.batch_manager import GptManager as CoreGptManager
-from inflight.build import check_parameters, make_adapters, make_block_store
+from inflight.build import check_parameters, make_adapters, make_block_store, saves_blocks
 from inflight.config import Parameters
 from inflight.core.request.engine_description import ModelLimits
 from inflight.core.request.request import Request
@@ -260,12 +260,11 @@ class _Session:
         self._worker: int | None = None  # identifier of the callbacks' thread
         model = given.load(parameters, "", None)
         engine = model.engine
-        self._block_store = make_block_store(parameters, model, lambda: self._manager.notify())
         self._adapters = make_adapters(parameters, model, lambda: self._manager.notify())
         config = replace(
             parameters.scheduler,
             max_num_requests=given.max_num_requests,
-            has_block_store=self._block_store is not None,
+            has_block_store=saves_blocks(parameters, model),
         )
         self._limits: ModelLimits = engine.limits.model_limits(config)
         self._manager = CoreGptManager(
@@ -276,7 +275,7 @@ class _Session:
             self._poll_stop_signals if given.poll_stop_signal_cb else None,
             given.return_batch_manager_stats_cb,
             adapters=None if self._adapters is None else self._adapters.cache,
-            block_store=self._block_store,
+            block_store=make_block_store(parameters, model, lambda: self._manager.notify()),
         )
         threading.Thread(target=self._wake, name="gpt-manager-wake", daemon=True).start()
 
@@ -289,8 +288,6 @@ class _Session:
 
     def _end(self) -> None:
         self._manager.shutdown()
-        if self._block_store is not None:
-            self._block_store.close()
         if self._adapters is not None:
             self._adapters.cache.close()
 

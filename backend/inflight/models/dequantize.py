@@ -40,7 +40,7 @@ def unpack_bits(words: Tensor, bits: int, places: tuple[int, ...] | None = None)
 
 
 def awq_levels(words: Tensor, zeros: Tensor, scales: Tensor) -> Levels:
-    """Decode AutoAWQ's layout `gemm`.
+    """Unpack the 4-bit weights, zero points and scales of a linear layer that AutoAWQ saved as `gemm`.
 
     Args:
         words: [inputs, outputs / 8] int32.
@@ -74,7 +74,7 @@ def gptq_levels(
 def packed_levels(
     words: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None, bits: int, num_inputs: int
 ) -> Levels:
-    """Decode compressed-tensors' format pack-quantized.
+    """Unpack the weights of a linear layer that compressed-tensors saved as `pack-quantized`.
 
     Signed levels are stored with half of their range added.
 

@@ -299,7 +299,7 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """The body of /detokenize."""
+    """The JSON body of POST /detokenize: token ids to turn into text."""
 
     model: str | None = None
     tokens: _Ids

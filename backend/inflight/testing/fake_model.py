@@ -232,7 +232,7 @@ class LoneSequence:
         return self._digests[-1]
 
     def append(self, token_id: int) -> None:
-        """Append one token."""
+        """Add a token to the end of the sequence and compute its digest."""
         prefix = self._digests if self._attend_to_all else self._digests[-1:]
         seen, position = token_id, len(self.tokens)
         if not self._is_plain:

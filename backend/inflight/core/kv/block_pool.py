@@ -115,30 +115,37 @@ class BlockPool:
     """The device's blocks, 0 .. num_blocks - 1, each of them held, cached or empty.
 
     With a log of `events`, content that can no longer be found and changed priorities are logged there. When a
-    block's content is dropped, its snapshot of recurrent state in `states` is dropped too. The blocks in `held`
-    have one reference at first.
+    block's content is dropped, its snapshot of recurrent state in `states` is dropped too.
     """
 
     def __init__(
-        self,
-        num_blocks: int,
-        events: KvEventLog | None = None,
-        states: StateSnapshots | None = None,
-        held: Collection[int] = (),
+        self, num_blocks: int, events: KvEventLog | None = None, states: StateSnapshots | None = None
     ) -> None:
         self.num_blocks = num_blocks
         self._events = events
         self._states = states
-        self._references = [int(block_id in held) for block_id in range(num_blocks)]
-        self._empty = [i for i in reversed(range(num_blocks)) if i not in held]  # the last is taken first
-        self._contents: dict[int, _Content] = {}
         self._block_of: dict[bytes, int] = {}
+        self._now_ns = 0
+        self.clear()
+
+    def clear(self, held: Collection[int] = ()) -> None:
+        """Forget the content and the references of all blocks; those in `held` then have one reference.
+
+        The log records the content as removed. Snapshots of recurrent state are not changed.
+        """
+        if self._events is not None:
+            for digest in self._block_of:
+                self._events.removed(digest)
+        self._references = [int(block_id in held) for block_id in range(self.num_blocks)]
+        # The last is taken first.
+        self._empty = [block_id for block_id in reversed(range(self.num_blocks)) if block_id not in held]
+        self._contents: dict[int, _Content] = {}
+        self._block_of.clear()
         # The children of each parent, by digest, in order of publication; without empty entries.
         self._children: dict[bytes, dict[bytes, None]] = {}
-        self._cached = BlockHeap(num_blocks)  # in the order of eviction
-        self._expiries = BlockHeap(num_blocks)  # cached blocks with a retention duration, by its end
+        self._cached = BlockHeap(self.num_blocks)  # in the order of eviction
+        self._expiries = BlockHeap(self.num_blocks)  # cached blocks with a retention duration, by its end
         self._num_releases = 0
-        self._now_ns = 0
 
     @property
     def num_free(self) -> int:
@@ -328,12 +335,6 @@ class BlockPool:
                 digests.append(self._contents[block_id].digest)
                 self._forget(block_id)
         return digests
-
-    def forget_all(self) -> None:
-        """Log all content as removed, because this pool is about to be replaced."""
-        if self._events is not None:
-            for digest in self._block_of:
-                self._events.removed(digest)
 
     def _evict(self) -> int:
         block_id = self._cached.pop()

@@ -102,7 +102,7 @@ class StoreUpdate:
     loads: tuple[LoadResult, ...] = ()
 
     def __bool__(self) -> bool:
-        """Whether anything has changed."""
+        """Whether the store has saved, dropped or loaded anything since the last iteration."""
         return bool(self.saved or self.dropped or self.loads)
 
 
@@ -196,7 +196,7 @@ class SavedBlocks:
             self._saves[piece.key] = piece
 
     def load(self, loading: Loading) -> None:
-        """Begin a load."""
+        """Record a load, and add it to the commands for the store."""
         load_id = self._next_load_id
         self._next_load_id += 1
         self.loads[load_id] = loading

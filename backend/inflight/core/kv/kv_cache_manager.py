@@ -19,16 +19,11 @@ from itertools import chain, takewhile
 from typing import NamedTuple
 
 from inflight.core.kv.block_keys import CacheRules
+from inflight.core.kv.block_loader import BlockLoader
 from inflight.core.kv.block_pool import BlockPool
-from inflight.core.kv.block_store import (
-    Loading,
-    LoadingBlock,
-    SavedBlocks,
-    SavedPiece,
-    StoreUpdate,
-    state_key,
-)
-from inflight.core.kv.kv_events import KvEventLog, StoredBlock, block_hash
+from inflight.core.kv.block_store import SavedBlocks, SavedPiece, state_key
+from inflight.core.kv.kv_events import KvEventLog, stored_block
+from inflight.core.kv.promises import Promises
 from inflight.core.kv.retention import Retention
 from inflight.core.kv.state_snapshots import StateSnapshots
 
@@ -45,8 +40,6 @@ class PrefixMatch:
         num_copied_tokens: Number of tokens of `source` that match; 0: there is no such block.
         num_found: For a model with recurrent state, the number of full blocks found in the cache; `block_ids` has
             only the blocks up to the last snapshot.
-        is_loading: Whether the first block that was not found is being loaded from the block store; then
-            `is_promised` is True too.
         num_saved: Number of blocks after those found in the cache that can be loaded from the block store.
         state_at: Number of blocks before the boundary whose snapshot of recurrent state is to be loaded from the
             block store; 0: none, or the device has it.
@@ -58,7 +51,6 @@ class PrefixMatch:
     source: int = 0
     num_copied_tokens: int = 0
     num_found: int = 0
-    is_loading: bool = False
     num_saved: int = 0
     state_at: int = 0
 
@@ -147,6 +139,7 @@ class KvCacheManager:
         events: The log of changes to the content of blocks; None: no log.
         states: Snapshots of recurrent state; None for a model without recurrent state.
         saved: Blocks outside of the device's cache; None without a block store.
+        loader: Loads the saved blocks; None without a block store.
     """
 
     def __init__(
@@ -170,10 +163,12 @@ class KvCacheManager:
         self.num_missed_blocks = 0
         self._tables: dict[int, _Table] = {}
         self._prompts: dict[int, _PromptKeys] = {}
-        self._promises: dict[bytes, int] = {}  # number of running sequences computing a block; without zeros
-        # Blocks and snapshots that the next batch copies from, and that no load may overwrite before.
-        self._source_blocks: set[int] = set()
-        self._source_snapshots: set[int] = set()
+        self._promises = Promises()  # of blocks
+        self.loader = (
+            None
+            if saved is None
+            else BlockLoader(saved, self.pool, self._promises, tokens_per_block, events, states)
+        )
 
     @property
     def num_unreserved(self) -> int:
@@ -209,11 +204,6 @@ class KvCacheManager:
 
     # ---------------------------------------------------------------- admission
 
-    def begin_batch(self) -> None:
-        """Note that the sequences admitted from now on start in another batch."""
-        self._source_blocks.clear()
-        self._source_snapshots.clear()
-
     def match_prefix(self, key: int, token_ids: Sequence[int], rules: CacheRules) -> PrefixMatch:
         """Find the longest cached prefix of `token_ids` that leaves at least one token to compute.
 
@@ -224,33 +214,23 @@ class KvCacheManager:
         digests = self._digests(key, token_ids, rules, rules.scope)
         sought = digests[: self._num_sought(len(token_ids))]
         block_ids: list[int] = []
-        is_promised = is_loading = False
-        num_saved = 0
+        is_promised = False
         for digest in sought:
             block_id = self.pool.find(digest)
             if block_id is None:
                 is_promised = digest in self._promises
-                if self.saved is not None:
-                    is_loading = self.saved.is_loading(digest)
-                    num_saved = self._num_saved(self.saved, sought[len(block_ids) :])
                 break
             block_ids.append(block_id)
+        saved = None if self._prompts[key].is_loaded else self.saved
+        num_saved = 0 if saved is None else self._num_saved(saved, sought[len(block_ids) :])
         if self.states is not None:
-            return self._match_state(self.states, sought, block_ids, num_saved)
+            return self._match_state(self.states, saved, sought, block_ids, num_saved)
         num_held = sum(map(self.pool.is_held, block_ids))
         place = len(block_ids)
         start, end = place * self.tokens_per_block, len(token_ids) - 1
         rest = rules.content(token_ids, start, min(start + self.tokens_per_block, end))
-        source, num_copied = self.pool.find_beginning(digests[place - 1] if place else rules.scope, rest)
-        return PrefixMatch(
-            tuple(block_ids),
-            num_held,
-            is_promised,
-            source,
-            num_copied,
-            is_loading=is_loading,
-            num_saved=num_saved,
-        )
+        beginning = self.pool.find_beginning(digests[place - 1] if place else rules.scope, rest)
+        return PrefixMatch(tuple(block_ids), num_held, is_promised, *beginning, num_saved=num_saved)
 
     def _num_saved(self, saved: SavedBlocks, digests: Sequence[bytes]) -> int:
         """Return how many of these blocks, from the first one on, can be loaded.
@@ -260,7 +240,12 @@ class KvCacheManager:
         return sum(1 for _ in takewhile(lambda each: each in saved and each not in self._promises, digests))
 
     def _match_state(
-        self, states: StateSnapshots, digests: Sequence[bytes], block_ids: Sequence[int], num_saved: int
+        self,
+        states: StateSnapshots,
+        saved: SavedBlocks | None,
+        digests: Sequence[bytes],
+        block_ids: Sequence[int],
+        num_saved: int,
     ) -> PrefixMatch:
         """Return the match of a model with recurrent state: the found blocks up to the last snapshot.
 
@@ -270,6 +255,7 @@ class KvCacheManager:
 
         Args:
             states: The snapshots.
+            saved: The saved blocks; None: the sequence loads none.
             digests: Digests of the blocks to look up.
             block_ids: The blocks of these that are in the cache, from the first one on.
             num_saved: Number of blocks after them that can be loaded.
@@ -282,14 +268,11 @@ class KvCacheManager:
             is_promised=states.is_promised(digests[place:]),
             num_found=num_found,
         )
-        if self.saved is None:
+        if saved is None or match.is_promised:
             return match
-        if match.is_promised:
-            keys = chain(digests[place:], map(state_key, digests[place:]))
-            return replace(match, is_loading=any(map(self.saved.is_loading, keys)))
         for count in range(num_found + num_saved, place, -1):
             digest = digests[count - 1]
-            if digest in states or state_key(digest) in self.saved:
+            if digest in states or state_key(digest) in saved:
                 state_at = 0 if digest in states else count
                 return replace(match, num_saved=max(0, count - num_found), state_at=state_at)
         return match
@@ -342,8 +325,7 @@ class KvCacheManager:
             self._take_copy(table, match.source)
         for index, block_id in enumerate(match.block_ids):
             self.pool.retain(block_id, rules.retention_of(index * self.tokens_per_block))
-        for digest in table.promised:
-            self._promises[digest] = self._promises.get(digest, 0) + 1
+        self._promises.update(table.promised)
         self.num_reserved += table.reserved
         self.num_reused_blocks += table.num_reused
         self.num_missed_blocks += missed
@@ -355,7 +337,8 @@ class KvCacheManager:
             self.states.start(key, planned)
             if shared:
                 table.snapshot = self.states.use(digests[shared - 1], key)
-                self._source_snapshots.add(table.snapshot)
+                if self.loader is not None:
+                    self.loader.spare_snapshot(table.snapshot)
 
     def _take_copy(self, table: _Table, source: int) -> None:
         """Take a block as target of the copy of the matching beginning; it may be the source itself, if that is
@@ -363,98 +346,38 @@ class KvCacheManager:
         assert table.reserved > 0, "a sequence was admitted without a block for its last token"
         (target,) = self.pool.take(1)
         table.copy = (source, target)
-        self._source_blocks.add(source)
+        if self.loader is not None:
+            self.loader.spare_block(source)
         table.block_ids.append(target)
         table.reserved -= 1
         table.num_reused += 1
         self.num_taken_blocks += 1
 
-    # ---------------------------------------------------------------- loads from the block store
-
-    def may_load(self, key: int, match: PrefixMatch) -> bool:
-        """Return whether a waiting sequence's next blocks are to be loaded first; each sequence has one load."""
-        return match.is_saved and not self._prompts[key].is_loaded
-
-    def start_load(self, key: int, match: PrefixMatch, token_ids: Sequence[int], rules: CacheRules) -> None:
+    def load_saved(self, key: int, match: PrefixMatch, token_ids: Sequence[int], rules: CacheRules) -> None:
         """Begin to load the blocks and the snapshot that continue a waiting sequence's cached prefix.
 
-        This takes `match.num_saved` free blocks, and promises them to all sequences. Nothing is loaded if no
-        snapshot, or too few blocks, may be overwritten before the next batch.
+        This takes `match.num_saved` free blocks, and promises them to all sequences. Each sequence has at most one
+        load, after which `match_prefix` finds no saved blocks for it.
 
         Args:
             key: The sequence.
             match: The result of `match_prefix`.
             token_ids, rules: The arguments of `match_prefix`.
         """
-        assert self.saved is not None and rules.scope is not None
-        prompt, size = self._prompts[key], self.tokens_per_block
+        assert self.loader is not None
+        prompt = self._prompts[key]
         first = len(match.block_ids) if self.states is None else match.num_found
-        taken = self._take_for_load(match.num_saved, prompt.digests[:first])
-        if taken is None:
-            return
-        prompt.is_loaded = True
-        boundary, snapshot = b"", -1
-        if self.states is not None and match.state_at:
-            boundary = prompt.digests[match.state_at - 1]
-            found = self.states.begin_load(boundary, self._source_snapshots)
-            if found is None:
-                self.pool.release(taken)
-                return
-            snapshot = found
-        blocks: list[LoadingBlock] = []
-        for index, block_id in enumerate(taken, first):
-            start, digest = index * size, prompt.digests[index]
-            retention = rules.retention_of(start)
-            blocks.append(
-                LoadingBlock(
-                    block_id,
-                    digest,
-                    parent=prompt.digests[index - 1] if index else rules.scope,
-                    tokens=rules.content(token_ids, start, start + size),
-                    retention=retention,
-                    event=_stored_block(digest, token_ids, start, size, rules, retention),
-                    is_first=not index,
-                )
-            )
-            self._promises[digest] = self._promises.get(digest, 0) + 1
-        self.saved.load(Loading(tuple(blocks), boundary, snapshot))
+        is_delayed = self.loader.start(
+            first, match.num_saved, match.state_at, prompt.digests, token_ids, rules
+        )
+        prompt.is_loaded = not is_delayed
 
-    def _take_for_load(self, count: int, prefix: Sequence[bytes]) -> tuple[int, ...] | None:
-        """Take free blocks that the next batch does not copy from; None: there are too few.
-
-        `prefix` are the digests of the cached blocks that the load continues: these become the most recently used.
-        """
-        kept = [block_id for each in prefix if (block_id := self.pool.find(each)) is not None]
-        kept += self._source_blocks
-        self.pool.share(kept)
-        taken = self.pool.take(count) if count <= self.pool.num_free else None
-        self.pool.release(reversed(kept))
-        return taken
-
-    def update_saved(self, update: StoreUpdate) -> None:
-        """Apply changes of the block store: publish the blocks of loads that have ended, and free the others."""
-        if self.saved is None:
-            return
-        self.saved.update(update)
-        if self.events is not None:
-            for key in update.dropped:
-                self.events.dropped(key)
-        for result in update.loads:
-            loading = self.saved.end_load(result)
-            for block in loading.blocks:
-                self._end_promise(block.digest)
-            for block in loading.blocks[: result.num_pieces]:
-                is_new = self.pool.publish(
-                    block.block_id, block.digest, block.parent, block.retention, block.tokens
-                )
-                if self.events is not None and is_new:
-                    self.events.stored(None if block.is_first else block.parent, block.event)
-            if self.states is not None and loading.boundary:
-                # A snapshot without its block could not be found, and would not be evicted with it.
-                is_loaded = result.num_pieces > len(loading.blocks)
-                is_wanted = self.pool.find(loading.boundary) is not None
-                self.states.end_load(loading.boundary, is_loaded and is_wanted)
-            self.pool.release(block.block_id for block in reversed(loading.blocks))
+    def is_loading(self, key: int) -> bool:
+        """Return whether a waiting sequence's blocks, or a snapshot at the end of one, are being loaded."""
+        if self.saved is None or key not in self._prompts:
+            return False
+        digests = self._prompts[key].digests
+        return any(map(self.saved.is_loading, chain(digests, map(state_key, digests))))
 
     # ---------------------------------------------------------------- growth
 
@@ -561,14 +484,14 @@ class KvCacheManager:
             index, start = table.num_published, table.num_published * size
             if index < len(table.digests):
                 digest = table.digests[index]
-                self._end_promise(digest)
+                self._promises.end(digest)
             else:
                 digest = table.rules.digest(table.parent, token_ids, start, start + size)
             retention = table.rules.retention_of(start)
             content = table.rules.content(token_ids, start, start + size)
             is_new = self.pool.publish(table.block_ids[index], digest, table.parent, retention, content)
             if self.events is not None and is_new:
-                block = _stored_block(digest, token_ids, start, size, table.rules, retention)
+                block = stored_block(digest, token_ids, start, start + size, table.rules, retention)
                 self.events.stored(table.parent if index else None, block)
             if self.saved is not None and is_new:
                 self.saved.save(SavedPiece(digest, table.block_ids[index]), retention or Retention())
@@ -582,12 +505,6 @@ class KvCacheManager:
         if self.saved is not None and snapshot is not None:
             self.saved.save(SavedPiece(state_key(digest), snapshot, is_state=True), retention or Retention())
 
-    def _end_promise(self, digest: bytes) -> None:
-        """Withdraw one sequence's promise of a block, after the sequence has published the block or ended."""
-        self._promises[digest] -= 1
-        if self._promises[digest] == 0:
-            del self._promises[digest]
-
     def unpublish(self, *keys: int) -> None:
         """Unpublish the blocks that no other sequences than these hold, as their content may make the device
         fail."""
@@ -595,12 +512,9 @@ class KvCacheManager:
         parts = chain.from_iterable((table.block_ids, *table.tails) for table in tables)
         held = Counter(chain.from_iterable(parts))
         own = [block_id for block_id, count in held.items() if count == self.pool.num_references(block_id)]
-        dropped = self.pool.unpublish(own)
-        if self.saved is not None:
-            for digest in dropped:
-                self.saved.drop(digest)
-                if self.events is not None:
-                    self.events.dropped(digest)
+        digests = self.pool.unpublish(own)
+        if self.loader is not None:
+            self.loader.drop(digests)
 
     def release(self, key: int) -> None:
         """Release a sequence's blocks and reservation, if any, and the digests computed while it waited."""
@@ -614,7 +528,7 @@ class KvCacheManager:
         if table is not None:
             self.num_reserved -= table.reserved
             for digest in table.promised:
-                self._end_promise(digest)
+                self._promises.end(digest)
             for block_ids in (*table.tails, table.block_ids):
                 # Later blocks are useless without earlier ones, so later blocks are to be evicted first.
                 self.pool.release(reversed(block_ids))
@@ -624,34 +538,13 @@ class KvCacheManager:
 
         Loads go on, and so do saved blocks. Counts since the start stay.
         """
-        self.pool.forget_all()
         if self.states is not None:
             self.states.clear()
-        loads = () if self.saved is None else self.saved.loads.values()
-        loading = [block for each in loads for block in each.blocks]
-        held = {block.block_id for block in loading}
-        self.pool = BlockPool(self.pool.num_blocks, self.events, self.states, held)
         self.num_reserved = 0
         self._tables.clear()
         self._prompts.clear()
-        self._promises.clear()
-        for block in loading:
-            self._promises[block.digest] = self._promises.get(block.digest, 0) + 1
-
-
-def _stored_block(
-    digest: bytes,
-    token_ids: Sequence[int],
-    start: int,
-    size: int,
-    rules: CacheRules,
-    retention: Retention | None,
-) -> StoredBlock:
-    """Return a block that begins at position `start`, as the log of KV events records it."""
-    return StoredBlock(
-        block_hash(digest),
-        tuple(token_ids[start : start + size]),
-        rules.extra_ids_of(start, start + size),
-        rules.lora_task_id,
-        (retention or Retention()).priority,
-    )
+        if self.loader is not None:
+            self.loader.clear_cache()
+        else:
+            self.pool.clear()
+            self._promises.clear()

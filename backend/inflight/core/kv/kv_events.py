@@ -9,9 +9,10 @@ loaded, it comes back to level 0. Used on the loop thread. Pure. Specification: 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
+from inflight.core.kv.block_keys import CacheRules
 from inflight.core.kv.retention import Retention
 
 _HASH_BYTES = 8
@@ -161,3 +162,21 @@ class KvEventLog:
 def block_hash(digest: bytes) -> int:
     """Return the 64-bit number by which a block with this digest is known outside of the engine."""
     return int.from_bytes(digest[:_HASH_BYTES], "big")
+
+
+def stored_block(
+    digest: bytes,
+    token_ids: Sequence[int],
+    start: int,
+    end: int,
+    rules: CacheRules,
+    retention: Retention | None,
+) -> StoredBlock:
+    """Return the block of a sequence's tokens `start` .. `end - 1`, as the log records it."""
+    return StoredBlock(
+        block_hash(digest),
+        tuple(token_ids[start:end]),
+        rules.extra_ids_of(start, end),
+        rules.lora_task_id,
+        (retention or Retention()).priority,
+    )

@@ -21,9 +21,11 @@ thread.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+
+from inflight.core.kv.promises import Promises
 
 
 @dataclass(slots=True)
@@ -64,7 +66,7 @@ class StateSnapshots:
         self._saves: dict[int, _Saves] = {}  # by sequence key
         self._loading: dict[bytes, int] = {}  # snapshots that loads write to, by boundary
         # Boundaries that running sequences have planned, and those of loads.
-        self._promised: Counter[bytes] = Counter()
+        self._promised = Promises()
 
     @property
     def num_found(self) -> int:
@@ -123,7 +125,7 @@ class StateSnapshots:
                 continue
             snapshot = self._take()
             if snapshot is None:
-                self._end_promise(saves.planned.pop(num_tokens))
+                self._promised.end(saves.planned.pop(num_tokens))
                 continue
             saves.pending[num_tokens] = snapshot
             saved.append((num_tokens, snapshot))
@@ -158,7 +160,7 @@ class StateSnapshots:
         saves = self._saves[key]
         is_planned = saves.planned.pop(num_tokens, None) is not None
         if is_planned:
-            self._end_promise(digest)
+            self._promised.end(digest)
         snapshot = saves.pending.pop(num_tokens, None)
         if snapshot is None:
             return None
@@ -206,7 +208,7 @@ class StateSnapshots:
     def end_load(self, digest: bytes, is_loaded: bool) -> None:
         """Make a loaded snapshot findable; free it if it was not loaded, or if there is another one meanwhile."""
         snapshot = self._loading.pop(digest)
-        self._end_promise(digest)
+        self._promised.end(digest)
         if is_loaded and digest not in self._snapshot_of:
             self._snapshot_of[digest] = snapshot
         else:
@@ -236,7 +238,7 @@ class StateSnapshots:
             return
         self._free += saves.pending.values()
         for digest in saves.planned.values():
-            self._end_promise(digest)
+            self._promised.end(digest)
         self._take_superseded(key)
 
     def clear(self) -> None:
@@ -247,10 +249,4 @@ class StateSnapshots:
         self._rolling.clear()
         self._superseded_by.clear()
         self._saves.clear()
-        self._promised = Counter(self._loading.keys())
-
-    def _end_promise(self, digest: bytes) -> None:
-        """Withdraw one sequence's promise of a snapshot."""
-        self._promised[digest] -= 1
-        if not self._promised[digest]:
-            del self._promised[digest]
+        self._promised = Promises(self._loading.keys())

@@ -31,7 +31,6 @@ class _Obstacle(Enum):
     STATIC_BATCH = auto()
     ADAPTER_PAGES = auto()
     PROMISED_BLOCK = auto()
-    LOADING_BLOCKS = auto()
     BLOCKS = auto()
     SAVED_BLOCKS = auto()
 
@@ -40,7 +39,6 @@ _PASSED_OVER = (
     _Obstacle.TO_END,
     _Obstacle.ADAPTER_PAGES,
     _Obstacle.PROMISED_BLOCK,
-    _Obstacle.LOADING_BLOCKS,
     _Obstacle.SAVED_BLOCKS,
 )
 """Obstacles that concern one sequence only, so that later sequences may start. After any other obstacle, none
@@ -144,7 +142,8 @@ class Admission:
             A sequence whose blocks are reserved, and the number of its tokens that these blocks already contain.
             The caller must start the sequence before asking for the next one.
         """
-        self._kv_cache.begin_batch()
+        if self._kv_cache.loader is not None:
+            self._kv_cache.loader.begin_batch()
         passed: list[tuple[LlmRequest, bool]] = []
         is_filled = bool(self._running.sequences)
         pages, claimed = self._running.adapter_pages, None
@@ -205,16 +204,16 @@ class Admission:
         # A sequence that joins a static batch does not wait for a promised block, as it could not join the batch
         # after the first iteration.
         if match.is_promised and not fills_batch:
-            return _Obstacle.LOADING_BLOCKS if match.is_loading else _Obstacle.PROMISED_BLOCK
+            return _Obstacle.PROMISED_BLOCK
         if needed > num_free_blocks:
             return _Obstacle.BLOCKS
-        if not (fills_batch or is_retry) and self._kv_cache.may_load(llm_request.key, match):
+        if match.is_saved and not (fills_batch or is_retry):
             return _Obstacle.SAVED_BLOCKS
         return match, num_blocks
 
     def _load_saved_blocks(self, llm_request: LlmRequest) -> None:
         match = self.blocks_needed(llm_request)[0]
-        self._kv_cache.start_load(llm_request.key, match, llm_request.tokens, llm_request.rules)
+        self._kv_cache.load_saved(llm_request.key, match, llm_request.tokens, llm_request.rules)
 
     def _in_turn(self, retrying: Collection[int]) -> Iterator[LlmRequest]:
         """Yield sequences in order; the caller must remove each one from the queue before asking for the next.
@@ -255,10 +254,10 @@ class Admission:
                 assert llm_request.group.adapter is not None
                 num_pages = _count(pages.num_pages(llm_request.group.adapter), "page")
                 return f"its adapter needs {num_pages} on the device, {pages.num_free} free"
+            case _Obstacle.PROMISED_BLOCK if self._kv_cache.is_loading(llm_request.key):
+                return "waits for KV: the next blocks of its prompt are being read from the block store"
             case _Obstacle.PROMISED_BLOCK:
                 return "a running request is computing the next block of its prompt"
-            case _Obstacle.LOADING_BLOCKS:
-                return "waits for KV: the next blocks of its prompt are being read from the block store"
             case _Obstacle.BLOCKS:
                 return f"needs {_count(self.blocks_needed(llm_request)[2], 'block')}, {num_free} free"
             case _:

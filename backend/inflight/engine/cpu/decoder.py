@@ -122,11 +122,10 @@ class NativeDecoder:
         self._packed = weights.layers
         self._first_layer = part.layers[0]
         self._layers = (LayerStruct * len(self._packed))(*(layer.struct for layer in self._packed))
+        held = part.held_config(config)
         for layer, window in zip(self._layers, layer_windows[slice(*part.layers)]):
             layer.recent, layer.sinks = (0, 0) if window is None else (window.recent, window.sinks)
-        for layer, is_bidirectional in zip(
-            self._layers, part.held_config(config).bidirectional_layers, strict=False
-        ):
+        for layer, is_bidirectional in zip(self._layers, held.bidirectional_layers):
             layer.is_bidirectional = is_bidirectional
         self._position_embedding = weights.position_embedding
         self._embedding = weights.embedding  # None also if its rows are the output projection's columns
@@ -146,14 +145,14 @@ class NativeDecoder:
         if config.attention_temperature is not None:
             self._query_factors = query_factors(config.attention_temperature, max_sequence_length)
             for index, layer in enumerate(self._layers):
-                if part.held_config(config).has_temperature(index):
+                if held.has_temperature(index):
                     layer.query_factors = self._query_factors.data_ptr()
         self._adapters = PackedAdapters(packer.library, config, part, self.dtype)
         self._logits_memory = Recycled()
         self._cache: KvCache | None = None
         self._quantization = quantization
         self._latent = _describe_latent(config.latent)
-        self._shape = self._describe(part.held_config(config), tokens_per_block)
+        self._shape = self._describe(held, tokens_per_block)
         self._handle = Handle(self._library, self._shape, self._layers)
         if not self._handle.exists:
             raise ConfigError(

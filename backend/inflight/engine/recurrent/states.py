@@ -100,7 +100,7 @@ class RecurrentStates:
 
     @property
     def snapshots(self) -> Entries:
-        """The snapshots as bytes."""
+        """The memory of the snapshots, one entry each, from which and to which the block store copies bytes."""
         return Entries(self.memory, dimension=1, first=self._first_snapshot)
 
     def apply(self, batch: ScheduledBatch) -> None:
