@@ -67,7 +67,7 @@ class PictureEncoder:
                 raise ConfigError(refusal)
             config = _AUTO_CONFIG.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
             self._tokenizer = Tokenizer.from_dir(folder)
-            self._processor = load_processor(folder, config.model_type)
+            self._processor = load_processor(folder, config)
             self._settings = self._digest_settings(folder, dtype)
             self._tower = VisionTower(folder, config, dtype, device)
         except InflightError:
