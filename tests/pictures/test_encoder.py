@@ -22,7 +22,8 @@ from safetensors.torch import load_file, save_file
 from inflight.config import SpecialTokens
 from inflight.core.request.adapter import Matrix
 from inflight.errors import ConfigError, InvalidArgument
-from inflight.pictures.decode import read_picture
+from inflight.pictures import decode
+from inflight.pictures.decode import read_pictures
 from inflight.pictures.encoded_prompt import MAX_PICTURE_BYTES, EncodedPrompt
 from inflight.pictures.encoder import PictureEncoder
 from inflight.text.tokenizer import Tokenizer
@@ -63,7 +64,7 @@ def test_prompt_equals_the_whole_models(case: Case) -> None:
     processor = case.encoder._processor
     inputs = processor(
         text=[case.text],
-        images=[read_picture(each, 0) for each in pictures],
+        images=list(read_pictures(dict(enumerate(pictures))).values()),
         add_special_tokens=False,
         return_tensors="pt",
     )
@@ -115,7 +116,7 @@ def test_merged_patches_are_those_that_transformers_merges(tmp_path: Path) -> No
         if isinstance(node, ast.FunctionDef):
             exec(compile(ast.Module([node], []), str(place), "exec"), functions)
     encoder = PictureEncoder(str(tmp_path))
-    image = read_picture(WIDE, 0)
+    image = read_pictures({0: WIDE})[0]
     made = encoder._processor(text=[encoder.placeholder], images=[image], return_tensors="pt")
     height, width = functions["get_aspect_ratio_preserving_size"](18, 30, 4, 70 * 4, 2)
     pixels = np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
@@ -265,7 +266,27 @@ def test_a_text_may_not_have_the_token_of_a_row(tmp_path: Path) -> None:
 def test_pictures_with_too_many_pixels_are_refused(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", int(30 * 18 / factor))
     with pytest.raises(InvalidArgument, match=r"pictures\[4\] has too many pixels"):
-        read_picture(WIDE, 4)
+        read_pictures({4: WIDE})
+
+
+def test_all_pixels_of_a_prompt_have_a_limit(
+    encoder: PictureEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A picture that occurs twice, or whose rows are known, is not decoded."""
+    most = 30 * 18 + 13 * 27
+    monkeypatch.setattr(decode, "MAX_PIXELS", most - 1)
+    encoder.encode(f"{PLACE} {PLACE}", [WIDE, WIDE], VOCAB_SIZE)
+    encoder.encode(f"{PLACE} {PLACE}", [WIDE, TALL], VOCAB_SIZE)
+    message = f"pictures: {most} pixels in the pictures of one prompt together; at most {most - 1} are taken"
+    with pytest.raises(InvalidArgument, match=message):
+        read_pictures({0: WIDE, 1: TALL})
+
+
+def test_too_many_pixels_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "MAX_PIXELS", 2 * 30 * 18 - 1)
+    monkeypatch.setattr(decode, "_decode", lambda image: pytest.fail("a picture was decoded"))
+    with pytest.raises(InvalidArgument, match="1080 pixels"):
+        read_pictures({0: WIDE, 1: picture(30, 18, seed=2)})
 
 
 def test_pictures_are_turned_as_their_camera_was() -> None:
@@ -273,7 +294,7 @@ def test_pictures_are_turned_as_their_camera_was() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by 90 degrees
     Image.new("RGB", (30, 18)).save(file, "JPEG", exif=exif)
-    assert read_picture(file.getvalue(), 0).size == (18, 30)
+    assert read_pictures({0: file.getvalue()})[0].size == (18, 30)
 
 
 @pytest.mark.parametrize(

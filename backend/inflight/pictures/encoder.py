@@ -19,7 +19,7 @@ from inflight.config import SpecialTokens
 from inflight.core.request.prompt_table import PromptTable
 from inflight.errors import ConfigError, InflightError, InvalidArgument, Name, StepFailed, without_places
 from inflight.file_names import native
-from inflight.pictures.decode import bad_picture, read_picture
+from inflight.pictures.decode import bad_picture, read_pictures
 from inflight.pictures.encoded_prompt import EncodedPrompt, PictureStats
 from inflight.pictures.families import why_not
 from inflight.pictures.picture_cache import EncodedPicture, PictureCache
@@ -104,9 +104,9 @@ class PictureEncoder:
                 without placeholders.
 
         Raises:
-            InvalidArgument: The numbers of placeholders and pictures differ, a picture is invalid, the text has
-                a token that stands for a row, or the model cannot tell two pictures apart because nothing is
-                between them.
+            InvalidArgument: The numbers of placeholders and pictures differ, a picture is invalid or has too many
+                pixels, also together with the others, the text has a token that stands for a row, or the model
+                cannot tell two pictures apart because nothing is between them.
         """
         if special_tokens is not None and self.placeholder not in text:
             text = self._alone * len(pictures) + text
@@ -163,7 +163,7 @@ class PictureEncoder:
         indices = {digest: digests.index(digest) for digest in digests if digest not in known}
         if indices:
             start = time.perf_counter()
-            images = {at: read_picture(pictures[at], at) for at in indices.values()}
+            images = read_pictures({at: pictures[at] for at in indices.values()})
             new = [
                 EncodedPicture(digest, *made) for digest, made in zip(indices, self._encode_images(images))
             ]

@@ -95,7 +95,7 @@ class FrontEnd:
         pictures: BlockingEncoder | None = None,
     ) -> None:
         self._pb_utils = pb_utils
-        self._pictures = pictures or ServerPictures()
+        self._pictures = pictures
         self._client = client
         self._close_client = close_client
         self._model = model
@@ -193,10 +193,10 @@ class FrontEnd:
         if kind is RequestKind.ADAPTERS:
             self._command_adapters(description, rows, stream)
             return
-        context = self._context(description, triton_request, parameters)
-        check_texts(rows, context.encoder, description.limits)
         reply = Reply((), not self._model.decoupled)
         entry = InFlightRequest(triton_request.request_id(), stream, reply, rows[0].client_names(), origin)
+        context = self._context(description, triton_request, parameters, entry)
+        check_texts(rows, context.encoder, description.limits)
         if not self._must_wait(rows, parameters):
             self._start(entry, rows, context)
             return
@@ -268,7 +268,11 @@ class FrontEnd:
         self._adapters.ask(stream, read_adapter_command(rows))
 
     def _context(
-        self, description: EngineDescription, triton_request: Any, parameters: RequestParameters
+        self,
+        description: EngineDescription,
+        triton_request: Any,
+        parameters: RequestParameters,
+        entry: InFlightRequest,
     ) -> ServingContext:
         model, exclude = self._model, self._model.parameters.exclude_input_in_output
         requested = frozenset(triton_request.requested_output_names())
@@ -283,7 +287,7 @@ class FrontEnd:
             ),
             parameters=parameters,
             has_draft_model=model.parameters.tensorrt_llm_draft_model_name is not None,
-            pictures=self._pictures,
+            pictures=self._pictures or ServerPictures(lambda: entry.ending is not Ending.NONE),
         )
 
     def _new_text(self, prompt: Prompt, context: ServingContext) -> NewText | None:
