@@ -119,7 +119,7 @@ def test_merged_patches_are_those_that_transformers_merges(tmp_path: Path) -> No
     image = read_pictures({0: WIDE})[0]
     made = encoder._processor(text=[encoder.placeholder], images=[image], return_tensors="pt")
     height, width = functions["get_aspect_ratio_preserving_size"](18, 30, 4, 70 * 4, 2)
-    pixels = np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
+    pixels = np.array(image.resize((width, height), Image.Resampling.BICUBIC))
     patches = functions["convert_image_to_patches"](torch.from_numpy(pixels).permute(2, 0, 1) / 255, 4)
     grid = torch.meshgrid(torch.arange(width // 4), torch.arange(height // 4), indexing="xy")
     positions = torch.stack(grid, -1).reshape(-1, 2)
