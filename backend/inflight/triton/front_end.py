@@ -64,6 +64,9 @@ _MAX_INLINE = 4096
 
 _TOKENIZING_THREADS = 2
 
+_PICTURE_THREADS = 16
+"""Number of requests at a time that wait for the process that encodes pictures."""
+
 _STATE_TIMEOUT_S = 5.0
 """Seconds to wait for the loop's state; after that, state requests are answered with where the loop hangs."""
 
@@ -109,7 +112,7 @@ class FrontEnd:
             self._in_flight, self._responses, self._budget, model.parameters.stream_interval
         )
         client.add_outbox(self._sender.wait_until_sent)
-        self._lanes = ClientLanes(_TOKENIZING_THREADS)
+        self._lanes = ClientLanes(_TOKENIZING_THREADS, _PICTURE_THREADS)
         self._repetition = Repetition(
             model.parameters.repeat_log_probs,
             model.parameters.max_repeated_logits_bytes,
@@ -203,7 +206,7 @@ class FrontEnd:
         detached = [row.detached() for row in rows]
         lane, later = client_id(rows, parameters), partial(self._start, entry, detached, context)
         self._in_flight.register(entry)
-        self._lanes.submit(lane, partial(self._start_later, entry, later))
+        self._lanes.submit(lane, partial(self._start_later, entry, later), must_encode_pictures(rows))
 
     def _must_wait(self, rows: Sequence[TensorReader], parameters: RequestParameters) -> bool:
         """Return whether a request waits for its own texts and pictures, or earlier ones of its client."""
