@@ -28,6 +28,7 @@ from inflight.pictures.encoded_prompt import MAX_PICTURE_BYTES, EncodedPrompt
 from inflight.pictures.encoder import PictureEncoder
 from inflight.text.tokenizer import Tokenizer
 from tests.pictures.small_models import CASES, picture, placeholder, save_model
+from tests.tiers import with_all
 
 VOCAB_SIZE = 1000
 WIDE, TALL = picture(30, 18), picture(13, 27, seed=1)
@@ -46,7 +47,7 @@ class Case:
         return f"<s>Compare {place} with {place}, please."
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     folder = tmp_path_factory.mktemp(request.param)
     whole = save_model(folder, request.param)
@@ -58,6 +59,7 @@ def as_tensor(matrix: Matrix) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(matrix.buffer.data, np.float32).copy()).reshape(matrix.shape)
 
 
+@pytest.mark.parametrize("case", CASES, indirect=True)
 def test_prompt_equals_the_whole_models(case: Case) -> None:
     pictures = [WIDE, TALL]
     made = case.encoder.encode(case.text, pictures, VOCAB_SIZE)
@@ -260,6 +262,15 @@ def test_a_text_may_not_have_the_token_of_a_row(tmp_path: Path) -> None:
     text = f"{placeholder('gemma3-vision')} and <image_soft_token>"
     with pytest.raises(InvalidArgument, match="the prompt has <image_soft_token>, which stands for a row"):
         PictureEncoder(str(tmp_path)).encode(text, [WIDE], VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("case", with_all(["qwen3-vl", "mistral3", "pixtral"], ["mistral3"]), indirect=True)
+def test_a_picture_may_have_a_single_row(case: Case) -> None:
+    place, tiny = placeholder(case.name), picture(1, 1)
+    both = PictureEncoder(str(case.folder)).encode(f"{place} {place}", [tiny, WIDE], VOCAB_SIZE)
+    alone = case.encoder.encode(place, [tiny], VOCAB_SIZE)
+    assert alone.num_picture_tokens == (1,) == both.num_picture_tokens[:1]
+    torch.testing.assert_close(as_tensor(alone.table.rows), as_tensor(both.table.rows)[:1])
 
 
 @pytest.mark.parametrize("factor", [1.5, 3])

@@ -182,8 +182,12 @@ class PictureEncoder:
         (replaced,) = inputs["text_replacement_offsets"]
         replacements = [each["replacement"] for each in replaced]
         grids = inputs[_GRID].tolist() if _GRID in inputs else [()] * len(images)
-        rows = self._tower.rows({key: inputs[key] for key in inputs if key not in _TEXT_OUTPUTS})
+        pixels = {key: inputs[key] for key in inputs if key not in _TEXT_OUTPUTS}
         sizes = [text.count(self._image_token) for text in replacements]
+        if sizes == [1]:  # transformers' Mistral 3 cannot encode a single row
+            rows = self._tower.rows({key: torch.cat([value, value]) for key, value in pixels.items()})[:1]
+        else:
+            rows = self._tower.rows(pixels)
         if len(rows) != sum(sizes):
             raise StepFailed(f"the tower made {len(rows)} rows for {sum(sizes)} tokens of pictures")
         return [
