@@ -153,6 +153,9 @@ class PicturesServer:
             read = await self._reader.read_all(request.urls, names)
         except InflightError as error:
             return _failed(error)
+        except Exception as error:
+            _log.exception("pictures could not be read")
+            return _failed(unexpected("the pictures could not be read", error))
         pictures = [*(memoryview(picture.data) for picture in request.pictures), *read]
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, self._encode, request, pictures)
