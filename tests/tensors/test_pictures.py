@@ -95,6 +95,10 @@ def test_an_empty_url_is_no_picture() -> None:
             {"image_bytes_input": PIXELS[..., :1]},
             r"shape \[1, pictures, height, width, 3\], got \[1, 2, 4, 5, 1\]",
         ),
+        (
+            {"image_bytes_input": np.zeros((1, 1, 4096, 2731, 3), np.uint8)},
+            "image_bytes_input has pictures of 33558528 bytes; at most 33554432 are taken",
+        ),
         ({"image_bytes_input": PIXELS[0, 0]}, r"image_bytes_input must have shape \[1, n, n, n, n\], got"),
         (
             {"image_bytes_input": PIXELS, "image_url_input": URL},

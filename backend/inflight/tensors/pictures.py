@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from inflight.config import SpecialTokens
 from inflight.errors import InvalidArgument, Name, RequestError
-from inflight.pictures.encoded_prompt import EncodedPrompt
+from inflight.pictures.encoded_prompt import MAX_PICTURE_BYTES, EncodedPrompt
 from inflight.tensors.reader import TensorReader
 
 PIXELS = "image_bytes_input"
@@ -102,6 +103,12 @@ def _files_of_pixels(reader: TensorReader, name: str) -> tuple[bytes, ...]:
         raise InvalidArgument(
             Name(reader.shown_name(name)),
             f" must have shape [1, pictures, height, width, 3], got {[1, *pictures.shape]}",
+        )
+    num_bytes = prod(pictures.shape[1:])
+    if num_bytes > MAX_PICTURE_BYTES:
+        raise InvalidArgument(
+            Name(reader.shown_name(name)),
+            f" has pictures of {num_bytes} bytes; at most {MAX_PICTURE_BYTES} are taken",
         )
     return tuple(to_bmp(pixels) for pixels in pictures)
 
