@@ -71,7 +71,7 @@ NO_EFFECT: tuple[ParameterSpec, ...] = (
         "max_num_images",
         integer(0),
         "maximum number of images in a prompt",
-        "a prompt may have as many pictures as fit",
+        "the flag --limit-mm-per-prompt limits them",
         _PREPROCESSING,
     ),
     _no_effect(

@@ -25,7 +25,7 @@ def refusal(server, model: str = "ensemble", **body) -> str:
     ("model", "body", "name", "said"),
     [
         ("ensemble", {"temprature": 0.5}, "temprature", "did you mean temperature?"),
-        ("ensemble", {"image_url_input": "http://x/y.png"}, "image_url_input", "begins with data:"),
+        ("ensemble", {"image_url_input": "http://x/y.png"}, "image_url_input", "cannot be encoded"),
         ("ensemble", {"decoder_text_input": "x"}, "decoder_text_input", "not available"),
         ("ensemble", {"num_draft_tokens": 3}, "num_draft_tokens", "tensorrt_llm_draft_model_name"),
         ("ensemble", {"sampling_param_best_of": 2}, "sampling_param_best_of", "left out or 0 or 1"),
@@ -33,7 +33,7 @@ def refusal(server, model: str = "ensemble", **body) -> str:
         ("ensemble", {"parameters": {"xyzzy": 1}}, "xyzzy", "it would be ignored"),
         ("ensemble", {"triton_trtllm_request_type": "context_only"}, "triton_trtllm_request_type", "not av"),
         ("preprocessing", {"QUERY": "a", "SUFFIX": "b"}, "SUFFIX", "it would be ignored"),
-        ("preprocessing", {"QUERY": "a", "IMAGE_URL": "b"}, "IMAGE_URL", "begins with data:"),
+        ("preprocessing", {"QUERY": "a", "IMAGE_URL": "b"}, "IMAGE_URL", "cannot be encoded"),
     ],
 )
 def test_unknown_parameters_are_refused_by_name(demo_server, model, body, name, said) -> None:

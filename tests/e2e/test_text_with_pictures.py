@@ -20,6 +20,7 @@ import pytest
 import tritonclient.grpc as grpc
 from PIL import Image
 
+from inflight.openai.options import OpenAiOptions
 from inflight.pictures.encoder import PictureEncoder
 from inflight.pictures.processor import load_processor
 from inflight.server.launch import ServerOptions, TritonServer, serve
@@ -92,7 +93,7 @@ def urls(*files: bytes) -> list[str]:
 def vision(tmp_path_factory: pytest.TempPathFactory, elsewhere: Path) -> Iterator[VisionServer]:
     folder = tmp_path_factory.mktemp("vision")
     whole = save_model(folder / "checkpoint", CASE)
-    processor = load_processor(str(folder / "checkpoint"), whole.config.model_type)
+    processor = load_processor(str(folder / "checkpoint"), whole.config)
     for model in (*MODELS, "multimodal_encoders", "preprocessing"):
         shutil.copytree(
             REPOSITORY / model,
@@ -106,7 +107,12 @@ def vision(tmp_path_factory: pytest.TempPathFactory, elsewhere: Path) -> Iterato
         "prompt_embedding_table_data_type": "TYPE_FP32",
     }
     (folder / "checkpoint" / "chat_template.jinja").write_text(TEMPLATE)
-    options = ServerOptions(ports=Ports(openai=0))
+    (folder / "media").mkdir()
+    (folder / "media" / "wide.png").write_bytes(WIDE)
+    allowed = OpenAiOptions(
+        allowed_media_domains=("localhost",), allowed_local_media_path=folder / "media", max_pictures=3
+    )
+    options = ServerOptions(ports=Ports(openai=0), openai=allowed)
     with serve(folder / "repository", folder / "checkpoint", "float32", settings, options=options) as server:
         tokenizer = Tokenizer.from_dir(str(folder / "checkpoint"))
         yield VisionServer(server, whole, processor, tokenizer, folder / "checkpoint")
@@ -220,6 +226,24 @@ def test_invalid_pictures_are_refused(vision: VisionServer) -> None:
     assert "the prompt has 1 places for pictures (<|image_pad|>), but 2 image_url" in str(answer.error)
     answer = vision.ask("What?", image_url=urls(b"nonsense"))
     assert "image_url[0] is no picture of a known format" in str(answer.error)
+
+
+def test_the_flags_for_urls_hold_for_tritons_tensors(vision: VisionServer) -> None:
+    file = f"file://{vision.folder.parent}/media/wide.png"
+    expected = vision.tokenizer.decode(vision.expected(f"{ALONE}Which animal?", WIDE))
+    for model in MODELS:
+        assert vision.ask("Which animal?", model, image_url_input=file).text == expected
+    for url, message in (
+        ("http://localhost:1/a.png", "image_url[0] is on the host 'localhost', whose address is not public"),
+        ("http://example.com/a.png", "which this server may not read from (--allowed-media-domains)"),
+        (
+            "file:///etc/passwd",
+            "image_url[0] is 'file:///etc/passwd', which is no file in the allowed folder",
+        ),
+    ):
+        assert message in str(vision.ask("What?", image_url=[url]).error)
+    answer = vision.ask("What?", image_url=urls(WIDE) * 4)
+    assert "image_url: 4 pictures; this server takes at most 3 in a prompt" in str(answer.error)
 
 
 def test_the_requests_of_the_page_are_answered(vision: VisionServer) -> None:

@@ -16,6 +16,7 @@ import transformers
 from PIL import Image
 from tokenizers import decoders, models, pre_tokenizers
 
+from tests.models.zoo_configs import CASES as TEXT_CASES
 from tests.models.zoo_configs import COMMON
 from tests.models.zoo_multimodal import MULTIMODAL, OTHER_PARTS
 
@@ -77,16 +78,19 @@ _TOWERS: dict[str, dict[str, Any]] = {
     "qwen3.5-vision": _QWEN_TOWER,
     "qwen3.5-moe-vision": _QWEN_TOWER,
     "llava": {"image_size": 16, "num_hidden_layers": 2},
+    "pixtral": {"model_type": "pixtral", "head_dim": 8, "image_size": 32, "num_hidden_layers": 2},
     "llava-onevision": _SIGLIP,
     "idefics3": _SIGLIP,
     "smolvlm": _SIGLIP,
     "internvl": {"image_size": [16, 16], "num_hidden_layers": 2},
     "gemma3-vision": {**_SIGLIP, "image_size": 32},
     **dict.fromkeys(_GEMMA4, _GEMMA4_TOWER),
+    "gemma4-unified": {"pooling_kernel_size": 2, "mm_embed_dim": 64, "mm_posemb_size": 80},
 }
 _TOPS: dict[str, dict[str, Any]] = {
     "gemma3-vision": {"mm_tokens_per_image": 16},
     "mistral3": {"spatial_merge_size": 2},
+    "pixtral": {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
     "llava-onevision": {"image_grid_pinpoints": [[16, 16], [16, 32], [32, 16], [32, 32]]},
     "internvl": {"image_seq_length": 4},
 }
@@ -95,10 +99,15 @@ PLACEHOLDERS = {
     "gemma4": "<|image|>",
     "qwen": "<|image_pad|>",
     "mistral3": "[IMG]",
+    "pixtral": "[IMG]",
     "internvl": "<IMG_CONTEXT>",
 }
 """Placeholders of families whose placeholder is not <image>, by the beginning of the case's name."""
 
+_GEMMA4_PIXELS = (
+    {"patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 2},
+    {"image_seq_length": 70},
+)
 _QWEN_FILES = ("Qwen2VLImageProcessor", _QWEN_PIXELS, {})
 _PROCESSORS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2-vl": _QWEN_FILES,
@@ -117,6 +126,11 @@ _PROCESSORS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"size": {"longest_edge": 32}, "patch_size": 4},
         {"patch_size": 4, "spatial_merge_size": 2},
     ),
+    "pixtral": (
+        "PixtralImageProcessor",
+        {"size": {"longest_edge": 32}, "patch_size": {"height": 4, "width": 4}},
+        {"processor_class": "PixtralProcessor", "patch_size": 4},
+    ),
     "idefics3": ("Idefics3ImageProcessor", _TWO_TILES, {"image_seq_len": 4}),
     "smolvlm": ("SmolVLMImageProcessor", _TWO_TILES, {"image_seq_len": 4}),
     "internvl": (
@@ -129,14 +143,8 @@ _PROCESSORS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"size": {"height": 32, "width": 32}, "image_seq_length": 16},
         {"image_seq_length": 16},
     ),
-    **dict.fromkeys(
-        _GEMMA4,
-        (
-            "Gemma4ImageProcessor",
-            {"patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 2},
-            {"image_seq_length": 70},
-        ),
-    ),
+    **dict.fromkeys(_GEMMA4, ("Gemma4ImageProcessor", *_GEMMA4_PIXELS)),
+    "gemma4-unified": ("Gemma4UnifiedImageProcessor", *_GEMMA4_PIXELS),
     "llava-onevision": (
         "LlavaOnevisionImageProcessor",
         {
@@ -152,6 +160,7 @@ _IN_ONE_FILE = (
     "qwen3.5-moe-vision",
     "smolvlm",
     *_GEMMA4,
+    "gemma4-unified",
 )  # as transformers 5 saves processors
 CASES = tuple(_PROCESSORS)
 """Names of the families."""
@@ -174,13 +183,36 @@ def expected_tokens(
     whole: Any, processor: Any, text: str, files: Sequence[bytes], num_tokens: int
 ) -> list[int]:
     """Return the greedy tokens of transformers' whole model, by its own processor."""
+    return _generated(whole, processor, text, files, num_tokens)[0]
+
+
+def expected_beams(
+    whole: Any, processor: Any, text: str, files: Sequence[bytes], num_tokens: int, width: int
+) -> list[list[int]]:
+    """Return the tokens of the beams of transformers' whole model, best first."""
+    beams = {"num_beams": width, "num_return_sequences": width, "length_penalty": 0.0}
+    return _generated(whole, processor, text, files, num_tokens, **beams)
+
+
+def _generated(*prompt: Any, **options: Any) -> list[list[int]]:
+    made, length = generate(*prompt, **options)
+    return made.sequences[:, length:].tolist()
+
+
+@torch.inference_mode()
+def generate(
+    whole: Any, processor: Any, text: str, files: Sequence[bytes], num_tokens: int, **options: Any
+) -> tuple[Any, int]:
+    """Return what transformers' `generate` returns, and the prompt's length in its sequences."""
     images = [Image.open(BytesIO(file)) for file in files]
     inputs = processor(text=[text], images=images, add_special_tokens=False, return_tensors="pt")
-    with torch.inference_mode():
-        out = whole.generate(
-            **inputs, max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False, eos_token_id=None
-        )
-    return out[0, inputs["input_ids"].shape[1] :].tolist()
+    options |= {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens, "eos_token_id": None}
+    if whole.config.model_type == "gemma4_unified":
+        # With other caches transformers 5.24 lets pictures' tokens see each other in layers without a window too,
+        # unlike its own create_masks_for_generate and its Gemma 4.
+        options["cache_implementation"] = "static"
+    made = whole.generate(**inputs, **options, do_sample=False, return_dict_in_generate=True)
+    return made, inputs["input_ids"].shape[1]
 
 
 def save_model(folder: Path, case: str) -> Any:
@@ -198,8 +230,12 @@ def save_model(folder: Path, case: str) -> Any:
     config = _config(case)
     class_name = f"{type(config).__name__.removesuffix('Config')}ForConditionalGeneration"
     model = getattr(transformers, class_name)(config).eval()
-    if case == "gemma3-vision":  # whose projection is 0 at first
+    if case == "gemma3-vision":  # parameters that are 0 at first would hide mistakes
         torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)
+    if case.startswith("gemma4"):  # transformers embeds a generated token of a picture as padding: none is
+        torch.nn.init.zeros_(model.lm_head.weight[config.image_token_id])
+    if case == "gemma4-unified":
+        torch.nn.init.normal_(model.model.embed_vision.pos_embedding)
     model.save_pretrained(folder)
     return model
 
@@ -209,7 +245,8 @@ def _config(case: str) -> Any:
     common = {**COMMON, "vocab_size": _backend().get_vocab_size()}
     image_token = "<image_soft_token>" if case == "gemma3-vision" else placeholder(case)
     tokens = {"image_token_id": ids[image_token], "tie_word_embeddings": case in _TIED}
-    family, text_type, changes = MULTIMODAL[case]
+    pixtral = ("Llava", "mistral", TEXT_CASES["mistral-no-window"][1])
+    family, text_type, changes = pixtral if case == "pixtral" else MULTIMODAL[case]
     parts = {**OTHER_PARTS[family], **_TOPS.get(case, {}), **tokens}
     parts["vision_config"] = {**parts["vision_config"], **_TOWERS.get(case, {})}
     if case.startswith("qwen"):

@@ -6,14 +6,12 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor
 
 from inflight.adapters.peft_folder import read_peft_folder
@@ -26,7 +24,7 @@ from inflight.pictures.encoder import PictureEncoder
 from tests.engine.driver import Driver, load_engine
 from tests.engine.lora import stored
 from tests.engine.serving import config_of, load, serve
-from tests.pictures.small_models import CASES, picture, placeholder, save_model
+from tests.pictures.small_models import CASES, generate, picture, placeholder, save_model
 from tests.tiers import with_all
 
 NUM_TOKENS = 12
@@ -51,19 +49,11 @@ class Adapted:
 
 
 @cache
-@torch.inference_mode()
 def expected(model: Adapted, name: str, text: str, files: tuple[bytes, ...]) -> tuple[list[int], Tensor]:
     """Return the greedy tokens with an adapter, and the logits from which they are chosen."""
-    images = [Image.open(BytesIO(file)) for file in files]
-    inputs = model.encoder._processor(
-        text=[text], images=images, add_special_tokens=False, return_tensors="pt"
-    )
-    lengths = {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS, "eos_token_id": None}
-    made = model.models[name].generate(
-        **inputs, **lengths, do_sample=False, output_logits=True, return_dict_in_generate=True
-    )
-    tokens = made.sequences[0, inputs["input_ids"].shape[1] :].tolist()
-    return tokens, torch.cat(made.logits).float()
+    whole, processor = model.models[name], model.encoder._processor
+    made, length = generate(whole, processor, text, files, NUM_TOKENS, output_logits=True)
+    return made.sequences[0, length:].tolist(), torch.cat(made.logits).float()
 
 
 def make(folder: Path, case: str) -> Adapted:

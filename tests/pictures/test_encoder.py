@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,17 +15,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from inflight.config import SpecialTokens
 from inflight.core.request.adapter import Matrix
 from inflight.errors import ConfigError, InvalidArgument
-from inflight.pictures.decode import read_picture
+from inflight.pictures import decode
+from inflight.pictures.decode import read_pictures
 from inflight.pictures.encoded_prompt import MAX_PICTURE_BYTES, EncodedPrompt
 from inflight.pictures.encoder import PictureEncoder
 from inflight.text.tokenizer import Tokenizer
 from tests.pictures.small_models import CASES, picture, placeholder, save_model
+from tests.tiers import with_all
 
 VOCAB_SIZE = 1000
 WIDE, TALL = picture(30, 18), picture(13, 27, seed=1)
@@ -42,7 +47,7 @@ class Case:
         return f"<s>Compare {place} with {place}, please."
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     folder = tmp_path_factory.mktemp(request.param)
     whole = save_model(folder, request.param)
@@ -54,13 +59,14 @@ def as_tensor(matrix: Matrix) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(matrix.buffer.data, np.float32).copy()).reshape(matrix.shape)
 
 
+@pytest.mark.parametrize("case", CASES, indirect=True)
 def test_prompt_equals_the_whole_models(case: Case) -> None:
     pictures = [WIDE, TALL]
     made = case.encoder.encode(case.text, pictures, VOCAB_SIZE)
     processor = case.encoder._processor
     inputs = processor(
         text=[case.text],
-        images=[read_picture(each, 0) for each in pictures],
+        images=list(read_pictures(dict(enumerate(pictures))).values()),
         add_special_tokens=False,
         return_tensors="pt",
     )
@@ -101,6 +107,28 @@ def check_rotary(
     num_angles = table.shape[1] // 2
     torch.testing.assert_close(torch.cat([table[:, 0::2]] * 2, -1), cos[0])
     torch.testing.assert_close(table[:, 1::2], sin[0, :, :num_angles])
+
+
+def test_merged_patches_are_those_that_transformers_merges(tmp_path: Path) -> None:
+    """transformers' processor of Gemma 4 12B needs torchvision to be imported, but its functions do not."""
+    save_model(tmp_path, "gemma4-unified")
+    place = Path(transformers.__file__).parent / "models/gemma4_unified/image_processing_gemma4_unified.py"
+    functions: dict[str, Any] = {"torch": torch, "math": math}
+    for node in ast.parse(place.read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            exec(compile(ast.Module([node], []), str(place), "exec"), functions)
+    encoder = PictureEncoder(str(tmp_path))
+    image = read_pictures({0: WIDE})[0]
+    made = encoder._processor(text=[encoder.placeholder], images=[image], return_tensors="pt")
+    height, width = functions["get_aspect_ratio_preserving_size"](18, 30, 4, 70 * 4, 2)
+    pixels = np.array(image.resize((width, height), Image.Resampling.BICUBIC))
+    patches = functions["convert_image_to_patches"](torch.from_numpy(pixels).permute(2, 0, 1) / 255, 4)
+    grid = torch.meshgrid(torch.arange(width // 4), torch.arange(height // 4), indexing="xy")
+    positions = torch.stack(grid, -1).reshape(-1, 2)
+    merged, places = functions["patches_merge"](patches, positions, len(patches) // 4)
+    merged, places = functions["pad_along_first_dim"](merged, places, 70)
+    torch.testing.assert_close(made["pixel_values"][0], merged)
+    assert made["image_position_ids"][0].tolist() == places.tolist()
 
 
 @pytest.fixture(scope="module")
@@ -236,11 +264,40 @@ def test_a_text_may_not_have_the_token_of_a_row(tmp_path: Path) -> None:
         PictureEncoder(str(tmp_path)).encode(text, [WIDE], VOCAB_SIZE)
 
 
+@pytest.mark.parametrize("case", with_all(["qwen3-vl", "mistral3", "pixtral"], ["mistral3"]), indirect=True)
+def test_a_picture_may_have_a_single_row(case: Case) -> None:
+    place, tiny = placeholder(case.name), picture(1, 1)
+    both = PictureEncoder(str(case.folder)).encode(f"{place} {place}", [tiny, WIDE], VOCAB_SIZE)
+    alone = case.encoder.encode(place, [tiny], VOCAB_SIZE)
+    assert alone.num_picture_tokens == (1,) == both.num_picture_tokens[:1]
+    torch.testing.assert_close(as_tensor(alone.table.rows), as_tensor(both.table.rows)[:1])
+
+
 @pytest.mark.parametrize("factor", [1.5, 3])
 def test_pictures_with_too_many_pixels_are_refused(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", int(30 * 18 / factor))
     with pytest.raises(InvalidArgument, match=r"pictures\[4\] has too many pixels"):
-        read_picture(WIDE, 4)
+        read_pictures({4: WIDE})
+
+
+def test_all_pixels_of_a_prompt_have_a_limit(
+    encoder: PictureEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A picture that occurs twice, or whose rows are known, is not decoded."""
+    most = 30 * 18 + 13 * 27
+    monkeypatch.setattr(decode, "MAX_PIXELS", most - 1)
+    encoder.encode(f"{PLACE} {PLACE}", [WIDE, WIDE], VOCAB_SIZE)
+    encoder.encode(f"{PLACE} {PLACE}", [WIDE, TALL], VOCAB_SIZE)
+    message = f"pictures: {most} pixels in the pictures of one prompt together; at most {most - 1} are taken"
+    with pytest.raises(InvalidArgument, match=message):
+        read_pictures({0: WIDE, 1: TALL})
+
+
+def test_too_many_pixels_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "MAX_PIXELS", 2 * 30 * 18 - 1)
+    monkeypatch.setattr(decode, "_decode", lambda image: pytest.fail("a picture was decoded"))
+    with pytest.raises(InvalidArgument, match="1080 pixels"):
+        read_pictures({0: WIDE, 1: picture(30, 18, seed=2)})
 
 
 def test_pictures_are_turned_as_their_camera_was() -> None:
@@ -248,14 +305,13 @@ def test_pictures_are_turned_as_their_camera_was() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by 90 degrees
     Image.new("RGB", (30, 18)).save(file, "JPEG", exif=exif)
-    assert read_picture(file.getvalue(), 0).size == (18, 30)
+    assert read_pictures({0: file.getvalue()})[0].size == (18, 30)
 
 
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
         ("lfm2_vl", "transformers processes them by torchvision"),
-        ("gemma4_unified", "transformers processes them by torchvision"),
         ("llama", "expected one of qwen2_vl, "),
     ],
 )

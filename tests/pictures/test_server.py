@@ -26,6 +26,8 @@ from inflight.pictures.client import PicturesClient
 from inflight.pictures.encoded_prompt import EncodedPrompt, PictureStats
 from inflight.pictures.server import PicturesServer
 from tests.pictures.small_models import picture, save_model
+from tests.pictures.test_sources import HEAD, LOCAL
+from tests.pictures.test_sources import server as local_server
 
 TIMEOUT_S = 60
 
@@ -67,10 +69,10 @@ class FakeEncoder:
 
 @asynccontextmanager
 async def serving(
-    path: Path, encoder: FakeEncoder, max_prompts: int = 64
+    path: Path, encoder: FakeEncoder, max_prompts: int = 64, **options: Any
 ) -> AsyncIterator[tuple[PicturesClient, PicturesServer]]:
     stop, ready = asyncio.Event(), asyncio.Event()
-    server = PicturesServer(encoder, max_prompts)
+    server = PicturesServer(encoder, max_prompts, **options)
     task = asyncio.ensure_future(server.serve(str(path), stop, ready.set))
     await ready.wait()
     try:
@@ -160,6 +162,75 @@ def test_a_client_that_leaves_takes_its_prompt_back(tmp_path: Path) -> None:
             await first
             await client.encode("last", [b""], 9)
             assert encoder.texts == ["first", "last"]
+
+    run(test())
+
+
+def test_pictures_are_read_by_their_urls(tmp_path: Path) -> None:
+    """The fake encoder's error has the content of the first picture."""
+
+    async def test() -> None:
+        async with (
+            serving(tmp_path / "socket", FakeEncoder(), rules=LOCAL) as (client, _),
+            local_server(f"{HEAD}Content-Length: 2\r\n\r\nab".encode()) as (port, asked),
+        ):
+            urls = [f"http://127.0.0.1:{port}/a.png", "data:image/png;base64,YmM="]
+            with pytest.raises(InvalidArgument, match="2 pictures of 9: b'ab'"):
+                await client.encode("invalid", urls, 9)
+            with pytest.raises(InvalidArgument, match="2 pictures of 9: b'bc'"):
+                await client.encode("invalid", urls[::-1], 9)
+            assert len(asked) == 2
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("http://example.com/a.png", r"pictures\[1\] is on the host .* \(--allowed-media-domains\)"),
+        ("file:///a.png", r"pictures\[1\] is a file: URL, .* --allowed-local-media-path"),
+        ("ftp://example.com/a.png", r"pictures\[1\] is 'ftp:.*', expected a URL that begins with data:$"),
+        ("data:text/plain;base64,YQ==", r"pictures\[1\] is a data: URL"),
+    ],
+)
+def test_urls_that_are_not_allowed_are_refused(tmp_path: Path, url: str, message: str) -> None:
+    async def test() -> None:
+        async with serving(tmp_path / "socket", encoder := FakeEncoder()) as (client, server):
+            with pytest.raises(InvalidArgument, match=message) as refused:
+                await client.encode("text", ["data:image/png;base64,YmM=", url], 9)
+            assert refused.value.names == ("pictures[1]",)
+            assert not encoder.texts and not server._num_prompts
+
+    run(test())
+
+
+@pytest.mark.parametrize("pictures", [[b"a", b"b"], ["data:image/png;base64,YmM="] * 2])
+def test_a_prompt_has_a_limit_of_pictures(tmp_path: Path, pictures: Any) -> None:
+    message = r"pictures: 2 pictures; this server takes at most 1 in a prompt \(--limit-mm-per-prompt\)"
+
+    async def test() -> None:
+        async with serving(tmp_path / "socket", FakeEncoder(), max_pictures=1) as (client, _):
+            with pytest.raises(InvalidArgument, match=message):
+                await client.encode("text", pictures, 9)
+            await client.encode("text", pictures[:1], 9)
+
+    run(test())
+
+
+def test_a_client_that_leaves_ends_its_downloads(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with (
+            serving(tmp_path / "socket", encoder := FakeEncoder(), rules=LOCAL) as (client, server),
+            local_server(HEAD.encode(), waits=True) as (port, asked),
+        ):
+            left = asyncio.ensure_future(client.encode("left", [f"http://127.0.0.1:{port}/a.png"], 9))
+            while not asked:
+                await asyncio.sleep(0.01)
+            assert server._num_prompts == 1
+            left.cancel()
+            await until_it_has(server, 0)
+            await client.encode("last", [b""], 9)
+            assert encoder.texts == ["last"]
 
     run(test())
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from inflight.pictures.__main__ import _parser
+from inflight.pictures.options import allowed_domains
 from inflight.server import cli, launch
 from inflight.server.launch import make_pictures
 from inflight.server.pictures_process import PicturesProcess
@@ -41,7 +43,16 @@ def test_the_tower_has_the_wanted_type_if_it_is_one_of_numbers(
 ) -> None:
     """Quantized weights are the engine's alone; the tower then has the checkpoint's type."""
     process = made(repository, *(() if dtype is None else ("--dtype", dtype)))
-    assert process is not None and process._arguments()[5:] == passed_on
+    assert process is not None and process._arguments()[5:-2] == passed_on
+
+
+def test_the_flags_for_urls_are_passed_on(repository: RuntimeRepository, tmp_path: Path) -> None:
+    flags = ("--limit-mm-per-prompt", "image=3", "--allowed-media-domains", "a.example", "*.b.example")
+    process = made(repository, *flags, "--allowed-local-media-path", str(tmp_path))
+    assert process is not None
+    given = _parser().parse_args(process._arguments()[2:])
+    assert (given.limit_mm_per_prompt, given.allowed_local_media_path) == (3, tmp_path)
+    assert allowed_domains(given) == ("a.example", "*.b.example")
 
 
 def test_no_vision_starts_no_process(repository: RuntimeRepository) -> None:

@@ -91,3 +91,18 @@ def test_close_waits_for_running_jobs_and_drops_waiting_ones() -> None:
     assert journal.lines == ["begun begins", "begun ends"]
     with pytest.raises(RuntimeError):
         lanes.submit(9, journal.job("too late"))
+
+
+def test_jobs_that_wait_delay_those_of_their_client_alone() -> None:
+    lanes, journal = ClientLanes(1, 2), Journal()
+    lanes.submit(1, journal.job("waits", waits=True), waits=True)
+    lanes.submit(NOBODY, journal.job("waits too", waits=True), waits=True)
+    lanes.submit(1, journal.job("comes after"))
+    lanes.submit(2, journal.job("computes"))
+    journal.wait_for("computes ends")
+    assert "comes after begins" not in journal.lines
+    for name in ("waits", "waits too"):
+        journal.gates[name].set()
+    journal.wait_for("comes after ends")
+    assert journal.lines.index("waits ends") < journal.lines.index("comes after begins")
+    lanes.close()

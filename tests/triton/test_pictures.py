@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from inflight.config import SpecialTokens
-from inflight.errors import Unsupported
+from inflight.errors import Cancelled, Unsupported
 from inflight.pictures.encoded_prompt import EncodedPrompt
-from inflight.server.runtime_directory import FOLDER_VARIABLE
+from inflight.server.runtime_directory import FOLDER_VARIABLE, PICTURES_SOCKET
 from inflight.serving.completion_text import TokenizerFinder
 from inflight.tensors.spec import Vocabulary
 from inflight.triton.front_end import FrontEnd
@@ -55,9 +57,42 @@ def test_execute_does_not_wait_for_the_encoder() -> None:
     assert len(sender.sent) == 1
 
 
+def test_a_request_that_was_ended_is_known_to_its_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, begun = Stage(Vocabulary.TEXT), threading.Event()
+
+    def encode(self: ServerPictures, *_: object) -> EncodedPrompt:
+        begun.set()
+        while not self._is_ended():
+            time.sleep(0.01)
+        raise Cancelled("ended")
+
+    monkeypatch.setattr(ServerPictures, "encode", encode)
+    request = make_triton_request(text_inputs(image_url=[[URL]]))
+    stage.front_end.execute([request])
+    assert begun.wait(WAIT_S)
+    stage.front_end.close()
+    assert len(request.get_response_sender().sent) == 1
+
+
 def test_a_server_without_an_encoder_refuses_pictures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     with pytest.raises(Unsupported, match="pictures cannot be encoded: this server has no process for it"):
         ServerPictures().encode("", [b""], 0, SpecialTokens.ADDED)
+
+
+def test_an_ended_request_takes_its_prompt_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection is closed, so that a prompt that waits is not encoded (tests/pictures/test_server.py)."""
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / PICTURES_SOCKET))
+        listening.listen()
+        listening.settimeout(WAIT_S)
+        with pytest.raises(Cancelled):
+            ServerPictures(lambda: True).encode("", [b""], 0, SpecialTokens.ADDED)
+        connection, _ = listening.accept()
+        with connection:
+            connection.settimeout(WAIT_S)
+            while connection.recv(1 << 16):
+                pass

@@ -28,15 +28,15 @@ class FakeEncoder:
 
     def __init__(self, has_rotary: bool) -> None:
         self.has_rotary = has_rotary
-        self.files: list[list[bytes]] = []
+        self.given: list[list[str]] = []
 
     def encode(
-        self, text: str, pictures: list[bytes], vocab_size: int, special_tokens: object
+        self, text: str, pictures: list[str], vocab_size: int, special_tokens: object
     ) -> EncodedPrompt:
         ids = IDS[text.encode()]
         if not ids:
             raise InvalidArgument(Name("pictures[0]"), " is broken")
-        self.files.append(list(pictures))
+        self.given.append(list(pictures))
         assert vocab_size == 32
         extra_ids = tuple(token_id + 70 if token_id >= 32 else 0 for token_id in ids)
         angles = np.arange(2 * len(ids), dtype=np.float32)
@@ -66,7 +66,7 @@ def test_the_outputs_are_a_prompt_for_the_engine(tmp_path: Path) -> None:
     arrays = ask(
         tmp_path, encoder, QUERY=column(b"abc"), IMAGE_URL=np.array([[URL, URL]], np.object_)
     ).arrays()
-    assert encoder.files == [[b"a", b"a"]]
+    assert encoder.given == [[URL.decode()] * 2]
     assert arrays["INPUT_ID"].tolist() == [[0, 32, 33, 1, 2]]
     assert arrays["REQUEST_INPUT_LEN"].tolist() == [[5]]
     assert arrays["OUT_PROMPT_TABLE_EXTRA_IDS"].tolist() == [[0, 102, 103, 0, 0]]
@@ -99,7 +99,6 @@ def test_rows_of_a_batch_are_filled_up_and_may_have_an_extra_id(tmp_path: Path) 
             {"IMAGE_URL": column(URL), "PROMPT_VOCAB_SIZE": np.array([[2]], np.int32)},
             "got both IMAGE_URL and PROMPT_VOCAB_SIZE: send one of them",
         ),
-        ({"IMAGE_URL": column(b"http://x/y")}, "IMAGE_URL is 'http://x/y', expected a URL that begins with"),
         ({"QUERY": column(b"bad"), "IMAGE_URL": column(URL)}, "IMAGE_URL[0] is broken"),
         (
             {"QUERY": column(b"abc", b"d"), "IMAGE_URL": column(URL, b"")},

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from inflight.pictures import options as picture_options
+
 API_KEYS_VARIABLE = "INFLIGHT_API_KEY"
 """The environment variable with API keys, separated by spaces, commas or line ends."""
 
@@ -26,8 +28,6 @@ REASONING_PARSERS = ("auto", "none", "think", "deepseek_r1")
 `serving/chat`."""
 
 MAX_BODY_BYTES = 16 << 20
-MAX_PICTURES = 8
-_HOST = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|[0-9a-f:]*:[0-9a-f:.]*")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SIZE = re.compile(r"(\d+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 
@@ -74,15 +74,15 @@ class OpenAiOptions:
     pictures: Path | None = None
     allowed_media_domains: tuple[str, ...] = ()
     allowed_local_media_path: Path | None = None
-    max_pictures: int = MAX_PICTURES
+    max_pictures: int = picture_options.MAX_PICTURES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that exist for local and remote engines. Flags that vLLM also has are named as in vLLM."""
     group = parser.add_argument_group("OpenAI endpoint (/v1)")
     _add_model_arguments(group.add_argument)
-    _add_picture_arguments(group.add_argument)
     _add_listening_arguments(group.add_argument)
+    picture_options.add_arguments(parser.add_argument_group("pictures of requests").add_argument)
 
 
 def _add_model_arguments(add: Callable[..., argparse.Action]) -> None:
@@ -120,32 +120,6 @@ def _add_model_arguments(add: Callable[..., argparse.Action]) -> None:
         type=_count,
         help="maximum number of tokens of an answer without max_tokens (default: 16 for completions, all "
         "that fit for chats)",
-    )
-
-
-def _add_picture_arguments(add: Callable[..., argparse.Action]) -> None:
-    add(
-        "--allowed-media-domains",
-        metavar="HOST",
-        type=_hosts,
-        nargs="+",
-        action="extend",
-        default=[],
-        help="hosts from which pictures are read by http: and https: URLs, separated by spaces or commas; "
-        "*.example.com for all hosts below example.com (default: none)",
-    )
-    add(
-        "--allowed-local-media-path",
-        metavar="DIR",
-        type=_folder,
-        help="folder from which pictures are read by file: URLs (default: none)",
-    )
-    add(
-        "--limit-mm-per-prompt",
-        metavar="LIMITS",
-        type=_picture_limit,
-        default=MAX_PICTURES,
-        help="largest number of pictures in a prompt, as '{\"image\": 4}' or image=4 (default: image=8)",
     )
 
 
@@ -211,9 +185,7 @@ def read_arguments(
         tls_key=given.ssl_keyfile,
         metrics_url=metrics_url,
         pictures=pictures,
-        allowed_media_domains=tuple(
-            dict.fromkeys(host for hosts in given.allowed_media_domains for host in hosts)
-        ),
+        allowed_media_domains=picture_options.allowed_domains(given),
         allowed_local_media_path=given.allowed_local_media_path,
         max_pictures=given.limit_mm_per_prompt,
     )
@@ -226,9 +198,7 @@ def to_arguments(options: OpenAiOptions) -> list[str]:
         "--ssl-certfile": options.tls_certificate,
         "--ssl-keyfile": options.tls_key,
         "--pictures": options.pictures,
-        "--allowed-local-media-path": options.allowed_local_media_path,
     }
-    domains = options.allowed_media_domains
     names, origins, default = options.served_model_names, options.cors_origins, options.default_max_tokens
     return [
         *("--host", options.host, "--port", str(options.port)),
@@ -238,8 +208,9 @@ def to_arguments(options: OpenAiOptions) -> list[str]:
         *(("--default-max-tokens", str(default)) if default is not None else ()),
         *(("--allowed-origins", json.dumps(origins)) if origins else ()),
         *("--max-body-size", str(options.max_body_bytes)),
-        *("--limit-mm-per-prompt", f"image={options.max_pictures}"),
-        *(("--allowed-media-domains", *domains) if domains else ()),
+        *picture_options.to_arguments(
+            options.allowed_media_domains, options.allowed_local_media_path, options.max_pictures
+        ),
         *(("--metrics-url", options.metrics_url) if options.metrics_url else ()),
     ]
 
@@ -324,39 +295,6 @@ def _is_origin(origin: object) -> bool:
         return False
     parts = urlsplit(origin)
     return bool(parts.scheme and parts.netloc) and f"{parts.scheme}://{parts.netloc}" == origin
-
-
-def _hosts(text: str) -> tuple[str, ...]:
-    hosts = tuple(host.strip().lower() for host in text.split(","))
-    for host in hosts:
-        if _HOST.fullmatch(host) is None:
-            raise argparse.ArgumentTypeError(f"{host!r} is no host, expected one as images.example.com")
-    return hosts
-
-
-def _folder(text: str) -> Path:
-    path = Path(text).expanduser()
-    if not path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: expected a folder")
-    return path
-
-
-def _picture_limit(text: str) -> int:
-    """Return the limit of pictures from limits by kind. Of other kinds only the limit 0 is taken."""
-    expected = argparse.ArgumentTypeError(
-        f"expected limits as '{{\"image\": 4}}' or image=4, and 0 for other kinds, got {text!r}"
-    )
-    try:
-        if text.lstrip().startswith("{"):
-            limits = json.loads(text)
-        else:
-            limits = {kind: int(number) for kind, number in (each.split("=") for each in text.split(","))}
-    except ValueError:
-        raise expected from None
-    most = limits.pop("image", MAX_PICTURES)
-    if type(most) is not int or not 0 <= most < 1 << 31 or any(limits.values()):
-        raise expected
-    return most
 
 
 def _count(text: str) -> int:

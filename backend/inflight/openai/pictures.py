@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -10,11 +9,8 @@ from inflight.errors import InvalidArgument, Unavailable, Unreachable
 from inflight.openai.errors import in_fields
 from inflight.openai.options import OpenAiOptions
 from inflight.pictures.encoded_prompt import EncodedPrompt, PictureStats
-from inflight.pictures.sources import SourceRules, read_picture
+from inflight.pictures.sources import PictureReader, SourceRules
 from inflight.serving.chat.messages import PictureUrl
-
-_MAX_DOWNLOADS = 32
-"""Number of pictures that are read at a time, for all requests together."""
 
 
 class PicturesEncoder(Protocol):
@@ -39,8 +35,8 @@ class ChatPictures:
 
     def __init__(self, encoder: PicturesEncoder, options: OpenAiOptions) -> None:
         self._encoder = encoder
-        self._rules = SourceRules(options.allowed_media_domains, options.allowed_local_media_path)
-        self._reading = asyncio.Semaphore(_MAX_DOWNLOADS)
+        rules = SourceRules(options.allowed_media_domains, options.allowed_local_media_path)
+        self._reader = PictureReader(rules)
 
     async def encode(self, text: str, urls: Sequence[PictureUrl], vocab_size: int) -> EncodedPrompt:
         """Read a chat's pictures from their URLs, and return the prompt in which they are encoded.
@@ -54,8 +50,9 @@ class ChatPictures:
             ApiError, InvalidArgument: A picture cannot be read or is invalid; the error names its URL's field.
             Unavailable: The process cannot be reached, or has too much to do.
         """
-        pictures = await self._read_all(urls)
-        fields = {f"pictures[{index}]": url.name for index, url in enumerate(urls)}
+        names = [url.name for url in urls]
+        pictures = await self._reader.read_all([url.url for url in urls], names)
+        fields = {f"pictures[{at}]": name for at, name in enumerate(names)}
         try:
             return await self._encoder.encode(text, pictures, vocab_size)
         except InvalidArgument as error:
@@ -71,16 +68,3 @@ class ChatPictures:
             return await self._encoder.stats()
         except Unreachable:
             return None
-
-    async def _read_all(self, urls: Sequence[PictureUrl]) -> list[bytes]:
-        """Read all pictures at the same time. The first error ends the others."""
-        reading = [asyncio.ensure_future(self._read(url)) for url in urls]
-        try:
-            return await asyncio.gather(*reading)
-        finally:
-            for each in reading:
-                each.cancel()
-
-    async def _read(self, url: PictureUrl) -> bytes:
-        async with self._reading:
-            return await read_picture(url.url, url.name, self._rules)

@@ -18,9 +18,11 @@ import torch
 from inflight.arguments import Parser
 from inflight.errors import ConfigError
 from inflight.log_lines import FORMATS, LineFormatter, open_log
+from inflight.pictures import options
 from inflight.pictures.encoder import CACHE_BYTES, PictureEncoder
 from inflight.pictures.families import TOWER_DTYPES
 from inflight.pictures.server import PicturesServer
+from inflight.pictures.sources import SourceRules
 
 _log = logging.getLogger(__name__)
 
@@ -37,18 +39,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         encoder = PictureEncoder(given.checkpoint, given.dtype, given.device, given.cache_bytes)
         _log.info("the vision tower is loaded: %.1f s", time.monotonic() - begun_s)
-        asyncio.run(_serve(PicturesServer(encoder), given.socket))
+        asyncio.run(_serve(encoder, given))
     except ConfigError as error:
         print(f"pictures: {error}", file=open_log(given.log_format, "error"))
         return 2
     return 0
 
 
-async def _serve(server: PicturesServer, path: str) -> None:
+async def _serve(encoder: PictureEncoder, given: argparse.Namespace) -> None:
+    rules = SourceRules(options.allowed_domains(given), given.allowed_local_media_path)
+    server = PicturesServer(encoder, rules=rules, max_pictures=given.limit_mm_per_prompt)
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await server.serve(path, stop, lambda: print(f"LISTENING {path}", flush=True))
+    await server.serve(given.socket, stop, lambda: print(f"LISTENING {given.socket}", flush=True))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -79,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
         default="text",
         help="json: every line of the log is a JSON object (default: %(default)s)",
     )
+    options.add_arguments(add)
     return parser
 
 

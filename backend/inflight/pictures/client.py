@@ -44,22 +44,25 @@ class PicturesClient:
     async def encode(
         self,
         text: str,
-        pictures: Sequence[bytes],
+        pictures: Sequence[bytes] | Sequence[str],
         vocab_size: int,
         special_tokens: SpecialTokens | None = None,
     ) -> EncodedPrompt:
-        """Return the encoded prompt; the arguments are those of `PictureEncoder.encode`.
+        """Return the encoded prompt.
+
+        Args:
+            text, vocab_size, special_tokens: As of `PictureEncoder.encode`.
+            pictures: The pictures' files, or URLs that the process reads.
 
         Raises:
-            InvalidArgument: The numbers of placeholders and pictures differ, or a picture is invalid.
+            InvalidArgument: The numbers of placeholders and pictures differ, there are too many pictures, or a
+                picture is invalid or may not be read.
             QueueFull: Too many prompts wait.
             Unreachable: The process does not run, or has ended meanwhile.
         """
-        answer = await self._ask(
-            EncodePictures(
-                text, tuple(RawBuffer(picture) for picture in pictures), vocab_size, special_tokens
-            )
-        )
+        files = tuple(RawBuffer(picture) for picture in pictures if not isinstance(picture, str))
+        urls = tuple(picture for picture in pictures if isinstance(picture, str))
+        answer = await self._ask(EncodePictures(text, files, vocab_size, special_tokens, urls))
         assert isinstance(answer, Encoded), f"got {type(answer).__name__}"
         if answer.prompt is None:
             raise error_from_kind(answer.error_kind, answer.error_message)

@@ -1,8 +1,10 @@
-"""The bytes of a picture → a PIL image. Any thread."""
+"""The files of a prompt's pictures → PIL images. Any thread."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
 from io import BytesIO
 
 from PIL import Image, ImageOps
@@ -13,25 +15,49 @@ from inflight.pictures.encoded_prompt import MAX_PICTURE_BYTES
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Formats of pictures, by PIL's names. PIL's other decoders are not used: some of them run other programs."""
 
+MAX_PIXELS = 178_956_970
+"""Largest number of pixels that are decoded for a prompt: twice as many as PIL allows in a picture by default."""
 
-def read_picture(data: bytes | memoryview, index: int) -> Image.Image:
-    """Return the first frame of a picture, in RGB, turned as its EXIF data say; as transformers reads pictures.
+
+def read_pictures(files: Mapping[int, bytes | memoryview]) -> dict[int, Image.Image]:
+    """Return the first frame of each picture, in RGB, turned as its EXIF data say; as transformers reads pictures.
 
     Args:
-        data: The picture's file.
-        index: The picture's index in the prompt, for errors.
+        files: The pictures' files, by their index in the prompt.
 
     Raises:
-        InvalidArgument: The file is too large, is no picture of one of the FORMATS, is broken, or has more
-            pixels than PIL allows (`Image.MAX_IMAGE_PIXELS`).
+        InvalidArgument: A file is too large, is no picture of one of the FORMATS, is broken, or has more pixels
+            than PIL allows (`Image.MAX_IMAGE_PIXELS`); or all pictures together have more than MAX_PIXELS.
     """
+    opened = {index: _read(index, partial(_open, data, index)) for index, data in files.items()}
+    num_pixels = sum(image.width * image.height for image in opened.values())
+    if num_pixels > MAX_PIXELS:
+        raise InvalidArgument(
+            Name("pictures"),
+            f": {num_pixels} pixels in the pictures of one prompt together; at most {MAX_PIXELS} are taken",
+        )
+    return {index: _read(index, partial(_decode, image)) for index, image in opened.items()}
+
+
+def _open(data: bytes | memoryview, index: int) -> Image.Image:
+    """Return a picture whose pixels are not decoded yet."""
     if len(data) > MAX_PICTURE_BYTES:
         raise bad_picture(index, f"has {len(data)} bytes; at most {MAX_PICTURE_BYTES} are taken")
+    return Image.open(BytesIO(data), formats=FORMATS)
+
+
+def _decode(image: Image.Image) -> Image.Image:
+    return (ImageOps.exif_transpose(image) or image).convert("RGB")
+
+
+def _read(index: int, read: Callable[[], Image.Image]) -> Image.Image:
+    """Return what `read` returns; its errors become those of a prompt's picture."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            image = Image.open(BytesIO(data), formats=FORMATS)
-            return (ImageOps.exif_transpose(image) or image).convert("RGB")
+            return read()
+    except InvalidArgument:
+        raise
     except (Image.DecompressionBombWarning, Image.DecompressionBombError):
         raise bad_picture(index, f"has too many pixels; at most {Image.MAX_IMAGE_PIXELS} are taken") from None
     except Image.UnidentifiedImageError:

@@ -19,7 +19,7 @@ from inflight.config import SpecialTokens
 from inflight.core.request.prompt_table import PromptTable
 from inflight.errors import ConfigError, InflightError, InvalidArgument, Name, StepFailed, without_places
 from inflight.file_names import native
-from inflight.pictures.decode import bad_picture, read_picture
+from inflight.pictures.decode import bad_picture, read_pictures
 from inflight.pictures.encoded_prompt import EncodedPrompt, PictureStats
 from inflight.pictures.families import why_not
 from inflight.pictures.picture_cache import EncodedPicture, PictureCache
@@ -67,7 +67,7 @@ class PictureEncoder:
                 raise ConfigError(refusal)
             config = _AUTO_CONFIG.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
             self._tokenizer = Tokenizer.from_dir(folder)
-            self._processor = load_processor(folder, config.model_type)
+            self._processor = load_processor(folder, config)
             self._settings = self._digest_settings(folder, dtype)
             self._tower = VisionTower(folder, config, dtype, device)
         except InflightError:
@@ -104,9 +104,9 @@ class PictureEncoder:
                 without placeholders.
 
         Raises:
-            InvalidArgument: The numbers of placeholders and pictures differ, a picture is invalid, the text has
-                a token that stands for a row, or the model cannot tell two pictures apart because nothing is
-                between them.
+            InvalidArgument: The numbers of placeholders and pictures differ, a picture is invalid or has too many
+                pixels, also together with the others, the text has a token that stands for a row, or the model
+                cannot tell two pictures apart because nothing is between them.
         """
         if special_tokens is not None and self.placeholder not in text:
             text = self._alone * len(pictures) + text
@@ -163,7 +163,7 @@ class PictureEncoder:
         indices = {digest: digests.index(digest) for digest in digests if digest not in known}
         if indices:
             start = time.perf_counter()
-            images = {at: read_picture(pictures[at], at) for at in indices.values()}
+            images = read_pictures({at: pictures[at] for at in indices.values()})
             new = [
                 EncodedPicture(digest, *made) for digest, made in zip(indices, self._encode_images(images))
             ]
@@ -182,8 +182,12 @@ class PictureEncoder:
         (replaced,) = inputs["text_replacement_offsets"]
         replacements = [each["replacement"] for each in replaced]
         grids = inputs[_GRID].tolist() if _GRID in inputs else [()] * len(images)
-        rows = self._tower.rows({key: inputs[key] for key in inputs if key not in _TEXT_OUTPUTS})
+        pixels = {key: inputs[key] for key in inputs if key not in _TEXT_OUTPUTS}
         sizes = [text.count(self._image_token) for text in replacements]
+        if sizes == [1]:  # transformers' Mistral 3 cannot encode a single row
+            rows = self._tower.rows({key: torch.cat([value, value]) for key, value in pixels.items()})[:1]
+        else:
+            rows = self._tower.rows(pixels)
         if len(rows) != sum(sizes):
             raise StepFailed(f"the tower made {len(rows)} rows for {sum(sizes)} tokens of pictures")
         return [

@@ -26,6 +26,7 @@ MODEL_TYPES = (
     "llava_onevision",
     "gemma3",
     "gemma4",
+    "gemma4_unified",
 )
 """Model types whose pictures are encoded."""
 
@@ -33,16 +34,15 @@ TOWER_DTYPES = ("float32", "float16", "bfloat16")
 """Data types of a vision tower."""
 INSTALL_PICTURES = "run .venv/bin/pip install -e '.[pictures]', or install the package inflight[pictures]"
 """How to install what encodes pictures."""
-_BY_TORCHVISION = ("lfm2_vl", "gemma4_unified")
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 
 
 def why_not(values: Mapping[str, Any]) -> str | None:
     """Return why pictures of a checkpoint cannot be encoded; None if they can. `values`: its config.json."""
     model_type = values.get("model_type")
-    if model_type in _BY_TORCHVISION:
+    if model_type == "lfm2_vl":
         return (
-            f"pictures of {model_type} are not served: transformers processes them by torchvision alone, which "
+            "pictures of lfm2_vl are not served: transformers processes them by torchvision alone, which "
             "cannot be imported beside a torch for CPUs"
         )
     if model_type not in MODEL_TYPES:

@@ -22,12 +22,17 @@ _T = TypeVar("_T")
 
 
 class EncodePictures(msgspec.Struct, frozen=True, tag=True):
-    """Front end → encoder: the arguments of `PictureEncoder.encode`. Answered by Encoded."""
+    """Front end → encoder: the arguments of `PictureEncoder.encode`. Answered by Encoded.
+
+    Attributes:
+        urls: The URLs of the pictures, if `pictures` is empty.
+    """
 
     text: str
     pictures: tuple[RawBuffer, ...]
     vocab_size: int
     special_tokens: SpecialTokens | None = None
+    urls: tuple[str, ...] = ()
 
 
 class ReadStats(msgspec.Struct, frozen=True, tag=True):

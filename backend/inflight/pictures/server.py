@@ -1,6 +1,6 @@
 """Serves an encoder of pictures at a Unix socket. Imports no torch.
 
-Owns an event loop's server and one thread, which encodes.
+Owns an event loop's server, which also reads pictures by their URLs, and one thread, which encodes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 from inflight.config import SpecialTokens
 from inflight.endpoint.frames import BadFrame, encode_with_buffers
 from inflight.endpoint.path import listen, remove
-from inflight.errors import InflightError, QueueFull, unexpected
+from inflight.errors import InflightError, InvalidArgument, Name, QueueFull, unexpected
 from inflight.file_names import native
 from inflight.pictures.encoded_prompt import EncodedPrompt, PictureStats
 from inflight.pictures.messages import (
@@ -28,12 +28,17 @@ from inflight.pictures.messages import (
     ToEncoder,
     read_message,
 )
+from inflight.pictures.options import MAX_PICTURES
+from inflight.pictures.sources import PictureReader, SourceRules
 from inflight.raw_buffers import BufferedDecoder
 
 _log = logging.getLogger(__name__)
 
 MAX_PROMPTS = 64
 """Maximum number of prompts that are encoded or wait at one time."""
+
+DATA_URLS = SourceRules()
+"""Rules by which data: URLs alone are read."""
 
 
 class Encoder(Protocol):
@@ -62,11 +67,21 @@ class PicturesServer:
     Args:
         encoder: The encoder.
         max_prompts: Maximum number of prompts that are encoded or wait at one time.
+        rules: Rules for the URLs of pictures.
+        max_pictures: Largest number of pictures in a prompt.
     """
 
-    def __init__(self, encoder: Encoder, max_prompts: int = MAX_PROMPTS) -> None:
+    def __init__(
+        self,
+        encoder: Encoder,
+        max_prompts: int = MAX_PROMPTS,
+        rules: SourceRules = DATA_URLS,
+        max_pictures: int = MAX_PICTURES,
+    ) -> None:
         self._encoder = encoder
         self._max_prompts = max_prompts
+        self._reader = PictureReader(rules)
+        self._max_pictures = max_pictures
         self._num_prompts = 0
         self._executor = ThreadPoolExecutor(1, "encode-pictures")
 
@@ -114,20 +129,40 @@ class PicturesServer:
                 QueueFull(f"{self._num_prompts} prompts with pictures wait already; try again later")
             )
         self._num_prompts += 1
-        encoding = asyncio.get_running_loop().run_in_executor(self._executor, self._encode, request)
+        encoding = asyncio.ensure_future(self._read_and_encode(request))
         closing = asyncio.ensure_future(reader.read(1))
         try:
             await asyncio.wait({encoding, closing}, return_when=asyncio.FIRST_COMPLETED)
+            return encoding.result() if encoding.done() else None
         finally:
             self._num_prompts -= 1
             closing.cancel()
             encoding.cancel()  # no effect if it has ended
-        return None if encoding.cancelled() else encoding.result()
 
-    def _encode(self, request: EncodePictures) -> Encoded:
+    async def _read_and_encode(self, request: EncodePictures) -> Encoded:
+        """Read the pictures that have URLs, and encode the prompt after those that wait."""
+        num_pictures = len(request.pictures) + len(request.urls)
+        try:
+            if num_pictures > self._max_pictures:
+                raise InvalidArgument(
+                    Name("pictures"),
+                    f": {num_pictures} pictures; this server takes at most {self._max_pictures} in a prompt "
+                    "(--limit-mm-per-prompt)",
+                )
+            names = [Name(f"pictures[{index}]") for index in range(len(request.urls))]
+            read = await self._reader.read_all(request.urls, names)
+        except InflightError as error:
+            return _failed(error)
+        except Exception as error:
+            _log.exception("pictures could not be read")
+            return _failed(unexpected("the pictures could not be read", error))
+        pictures = [*(memoryview(picture.data) for picture in request.pictures), *read]
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, self._encode, request, pictures)
+
+    def _encode(self, request: EncodePictures, pictures: Sequence[bytes | memoryview]) -> Encoded:
         begun_s = time.monotonic()
         try:
-            pictures = [memoryview(picture.data) for picture in request.pictures]
             prompt = self._encoder.encode(request.text, pictures, request.vocab_size, request.special_tokens)
             _log.info(
                 "a prompt with %d pictures: %d of its %d tokens are theirs, %.0f ms, %d prompts wait",

@@ -17,7 +17,7 @@ import socket
 import ssl
 import stat
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import SplitResult, quote, unquote, urlsplit
@@ -30,6 +30,8 @@ from inflight.pictures.encoded_prompt import MAX_PICTURE_BYTES
 TIMEOUT_S = 10.0
 """Largest time for a download, from the resolution of the host's name to the last byte."""
 
+_MAX_DOWNLOADS = 32
+"""Number of pictures that are read at a time, for all requests together."""
 _MAX_HEAD_BYTES = 64 << 10
 _PART_BYTES = 64 << 10
 _SHOWN = 80
@@ -123,6 +125,31 @@ async def read_picture(url: str, name: Name, rules: SourceRules) -> bytes:
         raise InvalidArgument(name, f" {refused}") from None
 
 
+class PictureReader:
+    """Reads the pictures of all requests. Runs on an event loop.
+
+    Args:
+        rules: The operator's rules.
+    """
+
+    def __init__(self, rules: SourceRules) -> None:
+        self._rules = rules
+        self._reading = asyncio.Semaphore(_MAX_DOWNLOADS)
+
+    async def read_all(self, urls: Sequence[str], names: Sequence[Name]) -> list[bytes]:
+        """Read pictures at the same time (`read_picture`). The first error ends the others."""
+        reading = [asyncio.ensure_future(self._read(*each)) for each in zip(urls, names, strict=True)]
+        try:
+            return await asyncio.gather(*reading)
+        finally:
+            for each in reading:
+                each.cancel()
+
+    async def _read(self, url: str, name: Name) -> bytes:
+        async with self._reading:
+            return await read_picture(url, name, self._rules)
+
+
 class _Unreadable(Exception):
     """The reason why a picture is not read, to be put behind the name of its URL."""
 
@@ -134,16 +161,6 @@ def _shown(url: str) -> str:
     elif ":" not in url[:_SHOWN]:  # a picture in base64, without the beginning of a data: URL
         url = url[:_SHOWN_DATA] + ("…" if len(url) > _SHOWN_DATA else "")
     return repr(url if len(url) <= _SHOWN else f"{url[:_SHOWN]}…")
-
-
-def read_data_url(url: str, name: Name) -> bytes:
-    """Return the file in a data: URL; raises InvalidArgument, as for any other URL."""
-    try:
-        if url[:5].lower() != "data:":
-            raise _Unreadable(f"is {_shown(url)}, expected a URL that begins with data:image/…;base64,")
-        return _decode(url, SourceRules())
-    except _Unreadable as refused:
-        raise InvalidArgument(name, f" {refused}") from None
 
 
 def _decode(url: str, rules: SourceRules) -> bytes:

@@ -17,6 +17,7 @@ from typing import Literal, TextIO, TypeVar
 from inflight.endpoint.path import endpoint_path
 from inflight.openai.options import OpenAiOptions
 from inflight.pictures.families import INSTALL_PICTURES, TOWER_DTYPES, has_vision_tower, missing_packages
+from inflight.pictures.options import to_arguments
 from inflight.server import descriptors, installation, ranks, request_checks, runtime_directory
 from inflight.server.client_apis import ClientApis
 from inflight.server.drain import EngineDrain, IdleWatch, stubs_processor_time
@@ -116,8 +117,10 @@ def make_pictures(
         why = f"pictures are refused, because {' and '.join(missing)} are not installed: {INSTALL_PICTURES}"
         print(f"serve: {why}", file=echo or sys.stderr, flush=True)
         return None
-    dtype = options.wanted.dtype
-    return PicturesProcess(checkpoint, dtype if dtype in TOWER_DTYPES else None, folder, echo)
+    dtype = options.wanted.dtype if options.wanted.dtype in TOWER_DTYPES else None
+    given = options.openai
+    flags = to_arguments(given.allowed_media_domains, given.allowed_local_media_path, given.max_pictures)
+    return PicturesProcess(checkpoint, dtype, flags, folder, echo)
 
 
 def cannot_encode(failure: str) -> str:

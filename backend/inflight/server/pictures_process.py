@@ -1,5 +1,6 @@
 """The process beside the server that encodes pictures: `python -m inflight.pictures`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -13,6 +14,7 @@ class PicturesProcess(KeptProcess):
     Args:
         checkpoint: Folder of the checkpoint.
         dtype: Data type of the tower; None: the checkpoint's.
+        flags: The operator's options for pictures of requests (`pictures/options.py`).
         folder: The server's folder.
         echo: Stream for the process's output.
 
@@ -20,11 +22,21 @@ class PicturesProcess(KeptProcess):
         socket: Path of the Unix socket at which the process listens.
     """
 
-    def __init__(self, checkpoint: Path, dtype: str | None, folder: Path, echo: TextIO | None) -> None:
+    def __init__(
+        self, checkpoint: Path, dtype: str | None, flags: Sequence[str], folder: Path, echo: TextIO | None
+    ) -> None:
         super().__init__("the process that encodes pictures", folder, echo)
         self.socket = folder / PICTURES_SOCKET
         dtypes = () if dtype is None else ("--dtype", dtype)
-        self._given = ("-m", "inflight.pictures", str(checkpoint), "--socket", str(self.socket), *dtypes)
+        self._given = (
+            "-m",
+            "inflight.pictures",
+            str(checkpoint),
+            "--socket",
+            str(self.socket),
+            *dtypes,
+            *flags,
+        )
 
     def _arguments(self) -> tuple[str, ...]:
         return self._given

@@ -13,21 +13,25 @@ from concurrent.futures import ThreadPoolExecutor
 Job = Callable[[], None]
 """A job; it must not raise."""
 
+_PooledJob = tuple[ThreadPoolExecutor, Job]
+
 NOBODY = 0
 """Client id of requests without a client id. They may be of different clients, so they run concurrently."""
 
 
 class ClientLanes:
-    """Pool of threads that runs the jobs of one client in order, one after the other.
+    """Two pools of threads that run the jobs of one client in order, one after the other.
 
     Args:
-        num_threads: Largest number of jobs that run at a time. Threads are started on demand.
+        num_threads: Largest number of jobs that compute at a time. Threads are started on demand.
+        num_waiting_threads: Largest number of jobs that wait for another process at a time.
     """
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, num_waiting_threads: int = 1) -> None:
         self._lock = threading.Lock()
-        self._waiting: dict[int, deque[Job]] = {}  # by id of each client with a job
+        self._waiting: dict[int, deque[_PooledJob]] = {}  # by id of each client with a job
         self._pool = ThreadPoolExecutor(num_threads, "inflight-tokenizing")
+        self._pool_of_waits = ThreadPoolExecutor(num_waiting_threads, "inflight-waiting")
 
     @property
     def are_idle(self) -> bool:
@@ -38,22 +42,31 @@ class ClientLanes:
         """Return whether the client has a job that has not ended."""
         return client in self._waiting
 
-    def submit(self, client: int, job: Job) -> None:
-        """Run `job` on one of the threads, after the client's previous jobs."""
+    def submit(self, client: int, job: Job, waits: bool = False) -> None:
+        """Run `job` on one of the threads, after the client's previous jobs.
+
+        `waits`: whether it waits for another process, instead of computing here.
+        """
+        pooled = (self._pool_of_waits if waits else self._pool, job)
         if client != NOBODY:
             with self._lock:
                 if client in self._waiting:
-                    self._waiting[client].append(job)
+                    self._waiting[client].append(pooled)
                     return
                 self._waiting[client] = deque()
-        self._pool.submit(self._run, client, job)
+        self._start(client, pooled)
 
     def close(self) -> None:
         """Wait for the jobs that run, and drop the jobs that wait. `submit` raises RuntimeError afterwards."""
         with self._lock:
             for waiting in self._waiting.values():
                 waiting.clear()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        for pool in (self._pool, self._pool_of_waits):
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _start(self, client: int, pooled: _PooledJob) -> None:
+        pool, job = pooled
+        pool.submit(self._run, client, job)
 
     def _run(self, client: int, job: Job) -> None:
         job()
@@ -64,4 +77,4 @@ class ClientLanes:
                 del self._waiting[client]
                 return
             following = self._waiting[client].popleft()
-        self._pool.submit(self._run, client, following)
+        self._start(client, following)

@@ -258,8 +258,8 @@ _PICTURES = (
         "[pictures, height, width, 3]: RGB pixels of pictures of text_input",
         (-1, -1, -1, -1),
     ),
-    _both("image_url_input", "BYTES", "data: URL of a picture of text_input"),
-    _llmapi("image_url", "BYTES", "data: URLs of pictures of text_input", dims=(-1,)),
+    _both("image_url_input", "BYTES", "URL of a picture of text_input"),
+    _llmapi("image_url", "BYTES", "URLs of pictures of text_input", dims=(-1,)),
     TensorSpec(
         "mrope_rotary_cos_sin",
         "FP32",

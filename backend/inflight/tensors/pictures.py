@@ -1,10 +1,11 @@
-"""Read one prompt's pictures: their pixels, or URLs with their files in them."""
+"""Read one prompt's pictures: their pixels, or their URLs."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,22 +13,24 @@ from numpy.typing import NDArray
 
 from inflight.config import SpecialTokens
 from inflight.errors import InvalidArgument, Name, RequestError
-from inflight.pictures.encoded_prompt import EncodedPrompt
-from inflight.pictures.sources import read_data_url
+from inflight.pictures.encoded_prompt import MAX_PICTURE_BYTES, EncodedPrompt
 from inflight.tensors.reader import TensorReader
 
 PIXELS = "image_bytes_input"
 URLS = ("image_url_input", "image_url")
 _HEADER_BYTES = 54
 
+Pictures = Sequence[bytes] | Sequence[str]
+"""The pictures of a prompt: their files, or their URLs."""
+
 
 class BlockingEncoder(Protocol):
     """Encodes the pictures of prompts."""
 
     def encode(
-        self, text: str, pictures: Sequence[bytes], vocab_size: int, special_tokens: SpecialTokens
+        self, text: str, pictures: Pictures, vocab_size: int, special_tokens: SpecialTokens
     ) -> EncodedPrompt:
-        """Return the prompt with its pictures (`PictureEncoder.encode`). May take seconds."""
+        """Return the prompt with its pictures (`PicturesClient.encode`). May take seconds."""
         ...
 
 
@@ -37,18 +40,18 @@ class SentPictures:
 
     Attributes:
         name: The client's name of the tensor that they came in.
-        files: Each picture's file.
+        pictures: Their files, or their URLs.
     """
 
     name: Name
-    files: tuple[bytes, ...]
+    pictures: Pictures
 
     def encode(
         self, encoder: BlockingEncoder, text: str, vocab_size: int, special_tokens: SpecialTokens
     ) -> EncodedPrompt:
         """Return the prompt with its pictures (`BlockingEncoder.encode`); errors have the client's name."""
         try:
-            return encoder.encode(text, self.files, vocab_size, special_tokens)
+            return encoder.encode(text, self.pictures, vocab_size, special_tokens)
         except RequestError as error:
             raise error.with_names(lambda each: each.replace("pictures", self.name)) from None
 
@@ -69,7 +72,7 @@ def read_pictures(
         urls: Names of the tensors of URLs.
 
     Raises:
-        InvalidArgument: A type or shape is wrong, a URL is no data: URL, or pictures came in two tensors.
+        InvalidArgument: A type or shape is wrong, or pictures came in two tensors.
     """
     names = _sent_names(reader, pixels, urls)
     if not names:
@@ -79,7 +82,7 @@ def read_pictures(
         raise InvalidArgument("got both ", first, " and ", others[0], ": send the pictures in one of them")
     if names[0] == pixels:
         return SentPictures(first, _files_of_pixels(reader, pixels))
-    return SentPictures(first, tuple(read_data_url(url, first) for url in _urls(reader, names[0])))
+    return SentPictures(first, _urls(reader, names[0]))
 
 
 def _sent_names(reader: TensorReader, pixels: str, urls: Sequence[str]) -> list[str]:
@@ -100,6 +103,12 @@ def _files_of_pixels(reader: TensorReader, name: str) -> tuple[bytes, ...]:
         raise InvalidArgument(
             Name(reader.shown_name(name)),
             f" must have shape [1, pictures, height, width, 3], got {[1, *pictures.shape]}",
+        )
+    num_bytes = prod(pictures.shape[1:])
+    if num_bytes > MAX_PICTURE_BYTES:
+        raise InvalidArgument(
+            Name(reader.shown_name(name)),
+            f" has pictures of {num_bytes} bytes; at most {MAX_PICTURE_BYTES} are taken",
         )
     return tuple(to_bmp(pixels) for pixels in pictures)
 

@@ -14,7 +14,7 @@ from inflight.tensors.spec import TensorSpec, TensorTable, of_other_models
 _PIXELS = TensorSpec(
     "IMAGE_BYTES", "UINT8", (-1, -1, -1, -1), "[pictures, height, width, 3]: RGB pixels; or IMAGE_URL"
 )
-_URLS = TensorSpec("IMAGE_URL", "BYTES", (-1,), "data: URLs of pictures; or IMAGE_BYTES")
+_URLS = TensorSpec("IMAGE_URL", "BYTES", (-1,), "URLs of pictures; or IMAGE_BYTES")
 _TABLE_OUTPUTS = (
     TensorSpec(
         "OUT_PROMPT_EMBEDDING_TABLE", "FP32", (-1, -1), "rows of all pictures, for prompt_embedding_table"

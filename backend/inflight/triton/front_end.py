@@ -64,6 +64,9 @@ _MAX_INLINE = 4096
 
 _TOKENIZING_THREADS = 2
 
+_PICTURE_THREADS = 16
+"""Number of requests at a time that wait for the process that encodes pictures."""
+
 _STATE_TIMEOUT_S = 5.0
 """Seconds to wait for the loop's state; after that, state requests are answered with where the loop hangs."""
 
@@ -95,7 +98,7 @@ class FrontEnd:
         pictures: BlockingEncoder | None = None,
     ) -> None:
         self._pb_utils = pb_utils
-        self._pictures = pictures or ServerPictures()
+        self._pictures = pictures
         self._client = client
         self._close_client = close_client
         self._model = model
@@ -109,7 +112,7 @@ class FrontEnd:
             self._in_flight, self._responses, self._budget, model.parameters.stream_interval
         )
         client.add_outbox(self._sender.wait_until_sent)
-        self._lanes = ClientLanes(_TOKENIZING_THREADS)
+        self._lanes = ClientLanes(_TOKENIZING_THREADS, _PICTURE_THREADS)
         self._repetition = Repetition(
             model.parameters.repeat_log_probs,
             model.parameters.max_repeated_logits_bytes,
@@ -193,17 +196,17 @@ class FrontEnd:
         if kind is RequestKind.ADAPTERS:
             self._command_adapters(description, rows, stream)
             return
-        context = self._context(description, triton_request, parameters)
-        check_texts(rows, context.encoder, description.limits)
         reply = Reply((), not self._model.decoupled)
         entry = InFlightRequest(triton_request.request_id(), stream, reply, rows[0].client_names(), origin)
+        context = self._context(description, triton_request, parameters, entry)
+        check_texts(rows, context.encoder, description.limits)
         if not self._must_wait(rows, parameters):
             self._start(entry, rows, context)
             return
         detached = [row.detached() for row in rows]
         lane, later = client_id(rows, parameters), partial(self._start, entry, detached, context)
         self._in_flight.register(entry)
-        self._lanes.submit(lane, partial(self._start_later, entry, later))
+        self._lanes.submit(lane, partial(self._start_later, entry, later), must_encode_pictures(rows))
 
     def _must_wait(self, rows: Sequence[TensorReader], parameters: RequestParameters) -> bool:
         """Return whether a request waits for its own texts and pictures, or earlier ones of its client."""
@@ -268,7 +271,11 @@ class FrontEnd:
         self._adapters.ask(stream, read_adapter_command(rows))
 
     def _context(
-        self, description: EngineDescription, triton_request: Any, parameters: RequestParameters
+        self,
+        description: EngineDescription,
+        triton_request: Any,
+        parameters: RequestParameters,
+        entry: InFlightRequest,
     ) -> ServingContext:
         model, exclude = self._model, self._model.parameters.exclude_input_in_output
         requested = frozenset(triton_request.requested_output_names())
@@ -283,7 +290,7 @@ class FrontEnd:
             ),
             parameters=parameters,
             has_draft_model=model.parameters.tensorrt_llm_draft_model_name is not None,
-            pictures=self._pictures,
+            pictures=self._pictures or ServerPictures(lambda: entry.ending is not Ending.NONE),
         )
 
     def _new_text(self, prompt: Prompt, context: ServingContext) -> NewText | None:
