@@ -24,6 +24,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 """Possible dtypes of unquantized weights."""
 
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
+_MAX_NUMBER = 10**15
+"""More than any size or factor of a model, and so small that products of two numbers can be integers."""
+MAX_COUNT = 10_000
+"""More layers or heads than any model has. Descriptions list all of them, so their number must be bounded."""
 _POSITIVE_INT, _POSITIVE = "an integer >= 1", "a number > 0"
 _SNAPSHOT = re.compile(r"models--(.+)/snapshots/[0-9a-f]{40}")
 _NAME_THE_FILE = (
@@ -101,7 +105,8 @@ class ConfigFile:
 
     def int_or_none(self, key: str) -> int | None:
         """Return an integer of at least 1; None if absent."""
-        return self._checked(key, lambda value: type(value) is int and value >= 1, _POSITIVE_INT)
+        value = self._checked(key, lambda value: type(value) is int and value >= 1, _POSITIVE_INT)
+        return self._bounded(key, value)
 
     def positive_int(self, key: str) -> int:
         """Return an integer of at least 1."""
@@ -112,6 +117,7 @@ class ConfigFile:
         found = self.value(key) if key in self.values else default
         if type(found) is not int or found < 0:
             raise self.error(key, "an integer >= 0")
+        self._bounded(key, found)
         return found
 
     def number_or_none(self, key: str) -> float | None:
@@ -119,7 +125,7 @@ class ConfigFile:
         value = self._checked(
             key, lambda value: type(value) in (int, float) and 0 < value < float("inf"), _POSITIVE
         )
-        return None if value is None else float(value)
+        return None if value is None else float(self._bounded(key, value))
 
     def number(self, key: str) -> float:
         """Return a required positive number; ConfigError if it is absent or of another type."""
@@ -142,7 +148,9 @@ class ConfigFile:
         """Return a list of positive numbers."""
 
         def is_valid(value: Any) -> bool:
-            return is_list(value) and all(type(item) in (int, float) and item > 0 for item in value)
+            return is_list(value) and all(
+                type(item) in (int, float) and 0 < item <= _MAX_NUMBER for item in value
+            )
 
         expected = "a list of numbers > 0"
         found = self._required(key, self._checked(key, is_valid, expected), expected)
@@ -163,6 +171,12 @@ class ConfigFile:
         value = self.value(key)
         if value is not None and not is_valid(value):
             raise self.error(key, expected)
+        return value
+
+    def _bounded(self, key: str, value: _T) -> _T:
+        """Return `value`, which is a number or None; raise ConfigError if it is too large to compute with."""
+        if isinstance(value, int | float) and value > _MAX_NUMBER:
+            raise self.error(key, f"at most {_MAX_NUMBER}")
         return value
 
     def _required(self, key: str, value: _T | None, expected: str) -> _T:

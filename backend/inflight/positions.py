@@ -179,6 +179,6 @@ def _scaled(section: Mapping[str, Any], values: Mapping[str, Any], positions: in
     factor = section.get("factor")
     if (section.get("rope_type") or section.get("type")) not in ("linear", "yarn"):
         return 0
-    if not isinstance(factor, int | float) or not 0 < factor < float("inf"):
+    if not isinstance(factor, int | float) or not 0 < factor < 1e15:
         return 0
     return int(factor * _original(section, values, positions))

@@ -9,7 +9,8 @@ file.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 from inflight.checkpoint_config import ConfigFile
 from inflight.errors import ConfigError
+from inflight.gguf.layout import check_layout
 
 ARCHITECTURE = "general.architecture"
 _PART = re.compile(r"(?P<model>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -97,9 +99,10 @@ def read_header(paths: Sequence[Path]) -> tuple[GgufHeader, ConfigFile]:
         ConfigError: A file cannot be read, or the files are not the parts of one model.
     """
     readers = [_open(path) for path in paths]
-    for number, (path, reader) in enumerate(zip(paths, readers)):
-        _check_part(path, reader, number, len(paths))
-    return _header(paths, readers), ConfigFile(paths[0], _values(readers[0]))
+    with _utf8_texts(paths[0]):
+        for number, (path, reader) in enumerate(zip(paths, readers)):
+            _check_part(path, reader, number, len(paths))
+        return _header(paths, readers), ConfigFile(paths[0], _values(readers[0]))
 
 
 def read_tensors(paths: Sequence[Path]) -> GgufHeader:
@@ -123,7 +126,17 @@ def read_tensors(paths: Sequence[Path]) -> GgufHeader:
 @lru_cache(maxsize=1)
 def _read_tensors(states: tuple[tuple[Path, int, int], ...]) -> GgufHeader:
     paths = [path for path, _, _ in states]
-    return _header(paths, [_open(path) for path in paths])
+    with _utf8_texts(paths[0]):
+        return _header(paths, [_open(path) for path in paths])
+
+
+@contextmanager
+def _utf8_texts(path: Path) -> Iterator[None]:
+    """Raise ConfigError if the package gguf finds a text that is not UTF-8."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: a key or value is not text in UTF-8: {error}") from error
 
 
 def _open(path: Path) -> Any:
@@ -133,6 +146,7 @@ def _open(path: Path) -> Any:
     except ImportError:
         raise ConfigError(f"{path}: reading a GGUF file needs the package gguf (pip install gguf)") from None
     try:
+        check_layout(path)
         return GGUFReader(path)
     except OSError as error:
         raise ConfigError(f"{path}: the GGUF file cannot be read: {error}") from error

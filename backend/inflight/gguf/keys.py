@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from inflight.checkpoint_config import ConfigFile
+from inflight.checkpoint_config import MAX_COUNT, ConfigFile
 from inflight.gguf.header import GgufHeader
 from inflight.json_values import is_list
 
@@ -21,7 +21,10 @@ class ArchitectureKeys:
     @property
     def num_layers(self) -> int:
         """Number of layers without draft layers, which follow them."""
-        return self.size("block_count") - (self.size_or_none("nextn_predict_layers") or 0)
+        count = self.size("block_count")
+        if count > MAX_COUNT:
+            raise self.keys.error(self.name("block_count"), f"at most {MAX_COUNT}")
+        return count - (self.size_or_none("nextn_predict_layers") or 0)
 
     def name(self, key: str) -> str:
         """Return a key with the architecture's prefix, such as llama.context_length."""

@@ -137,12 +137,12 @@ def _read_compressed(section: ConfigFile) -> Quantization:
     groups: Any = section.value("config_groups") or {}
     if not is_object(groups):
         raise section.error("config_groups", "a JSON object")
-    for name, group in groups.items():
-        of_group = ConfigFile(section.path, group, f"{_KEY}.config_groups.{name}")
+    for name in groups:
+        of_group = ConfigFile(section.path, groups, f"{_KEY}.config_groups").child(name)
         _expect(of_group, "format", (None, *_CT_FORMATS))
         if not of_group.has("weights"):
             continue
-        weights = ConfigFile(section.path, of_group.value("weights"), f"{_KEY}.config_groups.{name}.weights")
+        weights = of_group.child("weights")
         _expect(weights, "type", ("int", "float"))
         _expect(weights, "num_bits", (4, 8))
         if weights.value("type") == "float" and weights.value("num_bits") == 4:

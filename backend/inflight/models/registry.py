@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from inflight.checkpoint_config import ConfigFile, eos_token_ids, read_config_file, stated_dtype
+from inflight.checkpoint_config import (
+    MAX_COUNT,
+    ConfigFile,
+    eos_token_ids,
+    read_config_file,
+    stated_dtype,
+)
 from inflight.errors import ConfigError
 from inflight.json_values import is_object
 from inflight.models.decoder_config import DecoderConfig
@@ -18,6 +24,7 @@ from inflight.models.unserved import refuse_unserved
 from inflight.multimodal import Multimodal, bidirectional_layers, num_added_layers
 
 _logger = logging.getLogger(__name__)
+_COUNTS = ("num_hidden_layers", "n_layer", "num_attention_heads", "n_head")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k")
 
 
@@ -77,6 +84,7 @@ def describe(config: ConfigFile) -> ModelDescription:
     refuse_unserved(config)
     config = config.text_part()
     family = _family(config)
+    _check_counts(config)
     quantization = read_quantization(config, family.quantizations)
     try:
         decoder = family.read_config(config.with_values({"model_type": family.model_type}))
@@ -130,6 +138,14 @@ def _family(config: ConfigFile) -> Family:
     names = [family.architecture for family in FAMILIES]
     error = config.error("architectures", f"one of {', '.join(names)}")
     raise UnknownFamily(error, ", ".join(architectures), names)
+
+
+def _check_counts(config: ConfigFile) -> None:
+    """Refuse numbers of layers and heads for which a list of all of them would not fit into memory."""
+    for key in _COUNTS:
+        number = config.values.get(key)
+        if isinstance(number, int) and number > MAX_COUNT:
+            raise config.error(key, f"at most {MAX_COUNT}")
 
 
 def _note_own_code(config: ConfigFile, family: Family) -> None:

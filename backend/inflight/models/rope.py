@@ -194,6 +194,8 @@ def _read_yarn(section: ConfigFile, original: int, max_positions: int) -> YarnSc
 
 def _read_longrope(section: ConfigFile, original: int, max_positions: int) -> LongRopeScaling:
     factor = section.number_or_none("factor") or max_positions / original
+    if factor > 1 and original == 1:
+        raise section.error("original_max_position_embeddings", "more than 1")
     computed = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return LongRopeScaling(
         short_factors=section.numbers("short_factor"),

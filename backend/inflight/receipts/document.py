@@ -334,7 +334,7 @@ def _to_sampling(form: Mapping[str, Any]) -> SamplingConfig:
         raise InvalidArgument(f"this version has no sampling control {unknown[0]!r}")
     try:
         return SamplingConfig(**{name: _of_type(NEUTRAL[name], name, value) for name, value in form.items()})
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise InvalidArgument(f"a sampling control is not valid: {error}") from error
 
 

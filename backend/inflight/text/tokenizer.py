@@ -15,10 +15,11 @@ from pathlib import Path
 
 import tokenizers
 
+from inflight.errors import ConfigError, InvalidArgument
 from inflight.file_names import native
 from inflight.text.token_bytes import max_bytes_per_token
 from inflight.text.token_decoder import TokenDecoder
-from inflight.text.tokenizer_files import read_tokenizer
+from inflight.text.tokenizer_files import library_errors_as, read_tokenizer
 
 _SMALL_BATCH = 8192
 """Number of characters whose tokenization takes a few milliseconds at most."""
@@ -70,8 +71,10 @@ class Tokenizer:
         Raises:
             ConfigError: A file is missing or broken. The message names the file.
         """
-        files = read_tokenizer(Path(native(folder)))
-        return cls(files.backend, files.named_tokens, files.special_tokens)
+        path = Path(native(folder))
+        files = read_tokenizer(path)
+        with library_errors_as(ConfigError, f"{path / 'tokenizer.json'} cannot encode a text"):
+            return cls(files.backend, files.named_tokens, files.special_tokens)
 
     @cached_property
     def max_bytes_per_token(self) -> int | None:
@@ -87,11 +90,13 @@ class Tokenizer:
         """Return the ids of `text`, by default with the special tokens that tokenizer.json puts around a prompt.
 
         As in transformers, `add_bos_token` of tokenizer_config.json has no effect on these special tokens.
+
+        Raises:
+            InvalidArgument: The tokenizer has no tokens for a part of the text.
         """
         # A batch of one, because the library releases the GIL only for batches: a prompt of a megabyte takes
         # a second, during which the engine's process must serve other requests.
-        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return encoding.ids
+        return self._encode([text], add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Return the ids of several texts, like `encode`. A large batch is encoded on all processors.
@@ -101,7 +106,11 @@ class Tokenizer:
         """
         if sum(map(len, texts)) <= _SMALL_BATCH or len(texts) == 1:
             return [self.encode(text, add_special_tokens) for text in texts]
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return self._encode(list(texts), add_special_tokens)
+
+    def _encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        with library_errors_as(InvalidArgument, "the model's tokenizer cannot encode this text"):
+            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import tokenizers
 from tokenizers import AddedToken, processors
 
 from inflight.checkpoint_config import CheckpointFacts
-from inflight.errors import ConfigError
+from inflight.errors import ConfigError, InflightError
 from inflight.json_values import is_list, is_object
 from inflight.text.tokenizer_class import (
     TokenizerClass,
@@ -45,6 +46,21 @@ class TokenizerFiles:
     special_tokens: frozenset[str]
 
 
+@contextmanager
+def library_errors_as(kind: type[InflightError], message: str) -> Iterator[None]:
+    """Raise an error of class `kind` with this message in place of any error of the `tokenizers` library.
+
+    Its panics are not of the class Exception.
+    """
+    try:
+        yield
+    except BaseException as error:
+        is_panic = type(error).__name__ == "PanicException"
+        if isinstance(error, InflightError) or not (is_panic or isinstance(error, Exception)):
+            raise
+        raise kind(f"{message}: {error}") from error
+
+
 def read_tokenizer(folder: Path) -> TokenizerFiles:
     """Read the tokenizer of a checkpoint folder.
 
@@ -56,7 +72,7 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
         raise ConfigError(f"{path} does not exist: text can only be served with a tokenizer.json")
     settings, facts = _read_json(folder / "tokenizer_config.json"), CheckpointFacts.read(folder)
     model_type, class_name = facts.model_type, facts.tokenizer_class
-    try:
+    with library_errors_as(ConfigError, f"{path} is not a tokenizer"):
         text = path.read_text(encoding="utf-8")
         pipeline = json.loads(text)
         tokenizer_class = find_tokenizer_class(settings, model_type, class_name, text)
@@ -65,8 +81,6 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
         else:
             tokenizer_class, pipeline_text = None, text
         backend = tokenizers.Tokenizer.from_str(pipeline_text)
-    except Exception as error:  # the library raises no more specific class
-        raise ConfigError(f"{path} is not a tokenizer: {error}") from error
     return _with_added_tokens(folder, backend, pipeline.get("added_tokens") or [], settings, tokenizer_class)
 
 

@@ -97,7 +97,8 @@ def _read_layers(config: ConfigFile, num_layers: int) -> tuple[bool, ...]:
     if not all(map(is_list, lists)):
         return tuple(not index or index % _INTERVAL != 0 for index in range(num_layers))
     attend, recur = lists
-    if sorted([*attend, *recur]) != list(range(1, num_layers + 1)):
+    layers = [*attend, *recur]
+    if any(type(layer) is not int for layer in layers) or sorted(layers) != list(range(1, num_layers + 1)):
         expected = f"kda_layers and full_attn_layers with each of num_hidden_layers, {num_layers}, once"
         raise config.error("linear_attn_config", expected)
     return tuple(index + 1 in recur for index in range(num_layers))

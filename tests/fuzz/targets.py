@@ -1,0 +1,291 @@
+"""What is fuzzed: each target passes bytes from outside to one of this package's parsers.
+
+A target may raise the errors that its parser documents; anything else is a finding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGUFWriter
+from safetensors.torch import save
+
+from inflight.adapters.peft_folder import read_peft_folder
+from inflight.checkpoint_config import ConfigFile
+from inflight.endpoint import frames
+from inflight.errors import InflightError
+from inflight.gguf.config import make_config
+from inflight.gguf.header import read_header
+from inflight.gguf.tokenizer import make_tokenizer
+from inflight.models.registry import describe
+from inflight.receipts.document import parse, to_request
+from inflight.safetensors_header import tensor_ranges
+from inflight.server.config_text import fill_fields, read_parameters, set_parameters
+from inflight.text.tokenizer import Tokenizer
+from tests.receipts.factories import make_document
+
+DATA = Path(__file__).parent
+_SCRATCH = Path(tempfile.mkdtemp(prefix="inflight-fuzz-"))
+
+PUBLISHED: dict[str, Any] = json.loads((DATA.parent / "models" / "published_configs.json").read_text("utf-8"))
+_CONFIGS = sorted(PUBLISHED)
+_VALUES: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 2, 3, 7, 2**31, 2**63, -(2**63), 10**30, 0.0, 0.5, -1.5, 1e308, float("nan"),
+    float("inf"), "", "a", "linear", "yarn", "full_attention", [], [0], [-1, "a"], [[]], {}, {"a": 1},
+    {"rope_type": "yarn", "factor": -1}, [None] * 3,
+)  # fmt: skip
+
+
+class Choices:
+    """Decisions made by the bytes of an input; zeros when they are used up."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether all bytes have been taken."""
+        return self._at >= len(self._data)
+
+    def below(self, count: int) -> int:
+        """Return a number from 0 to count - 1, by one byte or by two if there are more than 256."""
+        size = 1 if count <= 256 else 2
+        taken = self._data[self._at : self._at + size]
+        self._at += size
+        return int.from_bytes(taken, "big") % count
+
+
+def changed(document: Any, choices: Choices) -> Any:
+    """Return a copy of a JSON document with values replaced, removed or added at chosen places."""
+    document = json.loads(json.dumps(document))
+    while not choices.is_used_up:
+        at: Any = document
+        while True:
+            keys: list[Any] = sorted(at) if isinstance(at, dict) else list(range(len(at)))
+            if not keys:
+                return document
+            key = keys[choices.below(len(keys))]
+            if isinstance(at[key], dict | list) and at[key] and choices.below(2):
+                at = at[key]
+                continue
+            value = _VALUES[choices.below(len(_VALUES))]
+            if choices.below(4) == 0:
+                del at[key]
+            else:
+                at[key] = value
+            break
+    return document
+
+
+def edited(content: bytes, choices: Choices) -> bytes:
+    """Return a copy of a file with chosen bytes replaced, and sometimes cut."""
+    result = bytearray(content)
+    while result and not choices.is_used_up:
+        at, value = choices.below(len(result)), choices.below(256)
+        if value == 254:
+            del result[at:]
+        else:
+            result[at] = value
+    return bytes(result)
+
+
+def endpoint_frames(data: bytes) -> None:
+    """Messages of the engine and of front ends, whole."""
+    for decode in (
+        frames.decode_from_engine,
+        frames.FrontEndFrames(_unconnected()).decode,
+        frames.frame_length,
+    ):
+        with contextlib.suppress(InflightError):
+            decode(data)
+
+
+def endpoint_stream(data: bytes) -> None:
+    """A front end's connection, with the buffers that follow messages."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.settimeout(5)
+        theirs.sendall(data[:60_000])
+        theirs.close()
+        reader = frames.FrontEndFrames(ours)
+        try:
+            while reader.read() is not None:
+                pass
+        except InflightError:
+            pass
+
+
+def config_json(data: bytes) -> None:
+    """config.json of a published model with changed values; several families."""
+    choices = Choices(data)
+    config = PUBLISHED[_CONFIGS[choices.below(len(_CONFIGS))]]
+    _described(changed(config, choices))
+
+
+def config_text(data: bytes) -> None:
+    """config.json as any bytes."""
+    path = _SCRATCH / "config.json"
+    path.write_bytes(data)
+    try:
+        config = ConfigFile.load(path)
+    except InflightError:
+        return
+    _described(config.values)
+
+
+def _described(values: dict[str, Any]) -> None:
+    with contextlib.suppress(InflightError):
+        describe(ConfigFile(_SCRATCH / "config.json", values))
+
+
+def safetensors_header(data: bytes) -> None:
+    """The header of a safetensors file."""
+    path = _SCRATCH / "model.safetensors"
+    path.write_bytes(data)
+    with path.open("rb") as file:
+        tensor_ranges(file.fileno())
+
+
+def tokenizer_json(data: bytes) -> None:
+    """tokenizer.json of the demo model, or any bytes, beside a tokenizer_config.json with changed values."""
+    folder = _SCRATCH / "tokenizer"
+    folder.mkdir(exist_ok=True)
+    choices = Choices(data)
+    content = json.dumps(changed(_TOKENIZER, choices)).encode() if data[:1] < b"\x80" else data[1:]
+    (folder / "tokenizer.json").write_bytes(content)
+    (folder / "tokenizer_config.json").write_text(json.dumps(changed(_TOKENIZER_CONFIG, Choices(data[::-1]))))
+    (folder / "config.json").write_text("{}")
+    try:
+        tokenizer = Tokenizer.from_dir(folder)
+        tokenizer.decode(tokenizer.encode("Some text, é\n"))
+    except InflightError:
+        pass
+
+
+def gguf_file(data: bytes) -> None:
+    """The header of a GGUF file, as config.json and tokenizer.json."""
+    path = _SCRATCH / "model.gguf"
+    path.write_bytes(edited(_GGUF, Choices(data)) if data[:1] < b"\xc0" else data)
+    try:
+        header, keys = read_header([path])
+        describe(ConfigFile(_SCRATCH / "config.json", make_config(header, keys)))
+        make_tokenizer(header.architecture, keys)
+    except InflightError:
+        pass
+
+
+def peft_folder(data: bytes) -> None:
+    """A LoRA adapter's configuration with changed values, and its tensors as any bytes."""
+    folder = _SCRATCH / "peft"
+    folder.mkdir(exist_ok=True)
+    choices = Choices(data)
+    (folder / "adapter_config.json").write_text(json.dumps(changed(_PEFT_CONFIG, choices)))
+    (folder / "adapter_model.safetensors").write_bytes(_PEFT_TENSORS if data[:1] < b"\xc0" else data)
+    with contextlib.suppress(InflightError):
+        read_peft_folder(folder)
+
+
+def config_pbtxt(data: bytes) -> None:
+    """A config.pbtxt of a user; what is written is read again."""
+    text = fill_fields(data.decode("utf-8", "replace"))
+    read_parameters(text)
+    values = {"key": 'a"\\\n', "other": ""}
+    assert read_parameters(set_parameters("", values)) == values
+    set_parameters(text, values)
+
+
+def receipt(data: bytes) -> None:
+    """A receipt with changed values, and any JSON."""
+    choices = Choices(data)
+    documents: list[Any] = [changed(_RECEIPT, choices)]
+    with contextlib.suppress(ValueError, RecursionError):
+        documents.append(json.loads(data))
+    for document in documents:
+        if isinstance(document, dict):
+            with contextlib.suppress(InflightError):
+                to_request(parse(document).request)
+
+
+def _unconnected() -> socket.socket:
+    return _SOCKET
+
+
+_SOCKET = socket.socket(socket.AF_UNIX)
+_TOKENIZER = {
+    "version": "1.0",
+    "truncation": None,
+    "padding": None,
+    "added_tokens": [
+        {"id": 4, "content": "<s>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+         "special": True}
+    ],
+    "normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Prepend", "prepend": "x"}]},
+    "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    "post_processor": {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [4], "tokens": ["<s>"]}},
+    },
+    "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+    "model": {
+        "type": "BPE", "dropout": None, "unk_token": None, "fuse_unk": False, "byte_fallback": False,
+        "vocab": {"a": 0, "b": 1, "ab": 2, "\u0120": 3}, "merges": [["a", "b"]],
+    },
+}  # fmt: skip
+_TOKENIZER_CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": {"content": "<s>"},
+    "add_bos_token": True, "chat_template": "{{ messages }}", "clean_up_tokenization_spaces": False,
+    "added_tokens_decoder": {"4": {"content": "<s>", "special": True}}, "additional_special_tokens": ["<s>"],
+}  # fmt: skip
+_PEFT_CONFIG = {
+    "peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "bias": "none", "use_dora": False,
+    "use_rslora": False, "fan_in_fan_out": False, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {},
+    "modules_to_save": None, "layers_to_transform": None, "task_type": "CAUSAL_LM",
+}  # fmt: skip
+_PEFT_TENSORS = save(
+    {f"base_model.model.model.layers.0.self_attn.q_proj.lora_{each}.weight": torch.ones(shape)
+     for each, shape in (("A", (2, 8)), ("B", (8, 2)))}
+)  # fmt: skip
+_RECEIPT = make_document()
+
+
+def _gguf() -> bytes:
+    path = _SCRATCH / "base.gguf"
+    writer = GGUFWriter(path, "llama")
+    for add, value in (
+        (writer.add_block_count, 1), (writer.add_embedding_length, 8), (writer.add_feed_forward_length, 16),
+        (writer.add_head_count, 2), (writer.add_head_count_kv, 1), (writer.add_context_length, 64),
+        (writer.add_layer_norm_rms_eps, 1e-5), (writer.add_rope_freq_base, 1e4), (writer.add_vocab_size, 4),
+        (writer.add_tokenizer_model, "gpt2"), (writer.add_tokenizer_pre, "llama-bpe"),
+        (writer.add_token_list, ["a", "b", "ab", "<s>"]), (writer.add_token_types, [1, 1, 1, 3]),
+        (writer.add_token_merges, ["a b"]), (writer.add_bos_token_id, 3), (writer.add_eos_token_id, 3),
+        (writer.add_chat_template, "{{ messages }}"),
+    ):  # fmt: skip
+        add(value)
+    writer.add_tensor("token_embd.weight", np.ones((4, 8), np.float32))
+    writer.add_tensor("blk.0.attn_q.weight", np.ones((8, 8), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path.read_bytes()
+
+
+_GGUF = _gguf()
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    target.__name__: target
+    for target in (
+        endpoint_frames, endpoint_stream, config_json, config_text, safetensors_header, tokenizer_json, gguf_file,
+        peft_folder, config_pbtxt, receipt,
+    )
+}  # fmt: skip
