@@ -10,12 +10,15 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 from inflight.errors import ConfigError
 
 FIRST_VERSION = "0.1"
 """The version whose parameters need no `since`."""
+
+MAX_DRAFT_TOKENS = 64
+"""Largest K of the parameter speculative_decoding_mode."""
 
 # ---------------------------------------------------------------------- types and ranges
 
@@ -136,6 +139,39 @@ SPECIAL_TOKENS = dataclasses.replace(
         any_case=True,
     ),
     expected="true, false or auto",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How the server drafts tokens for requests that do not bring drafts.
+
+    Attributes:
+        method: PROMPT_LOOKUP or SUFFIX.
+        num_tokens: Maximum number of tokens of a draft; 0: only for requests with `prompt_lookup_num_tokens`.
+    """
+
+    PROMPT_LOOKUP: ClassVar = "prompt-lookup"
+    SUFFIX: ClassVar = "suffix"
+
+    method: str
+    num_tokens: int = 8
+
+    @classmethod
+    def parse(cls, text: str) -> Speculation | None:
+        """Parse METHOD or METHOD:K; None for `none`. Raises ValueError."""
+        method, colon, number = text.partition(":")
+        if text == "none":
+            return None
+        if method not in (cls.PROMPT_LOOKUP, cls.SUFFIX):
+            raise ValueError(text)
+        return cls(method, int(number)) if colon else cls(method)
+
+
+SPECULATION = ParameterKind(
+    f"none, prompt-lookup or suffix; :K behind the last two sets the tokens of a draft, 0 to {MAX_DRAFT_TOKENS}",
+    Speculation.parse,
+    lambda value: value is None or 0 <= value.num_tokens <= MAX_DRAFT_TOKENS,
 )
 TEXT = ParameterKind("text", str, lambda value: True)
 TOKEN_IDS = _integers("token ids >= 0 with commas between", 0)

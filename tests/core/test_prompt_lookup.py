@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from inflight.core.request.prompt_lookup import NGRAM_SIZES, DraftLength, PromptLookup
+from inflight.core.request.draft_length import DraftLength
+from inflight.core.request.prompt_lookup import NGRAM_SIZES, PromptLookup
 from inflight.core.request.request import IterationInput
 from inflight.core.schedule.batch import ModelOutput
 from tests.core.factories import make_request, make_scheduler

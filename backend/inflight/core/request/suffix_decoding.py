@@ -1,0 +1,164 @@
+"""Suffix decoding: proposes what followed the longest earlier occurrence of a sequence's last tokens.
+
+Looks in the sequence's own tokens and in recent answers of other requests. Used on the loop thread. Reference:
+SuffixDecoding (Oliaro et al. 2024), the method `suffix` in vLLM. These keep suffix trees. This module keeps a
+chain of the places of each pair of tokens, as deflate does, which takes less memory and can forget the oldest.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from inflight.core.request.draft_length import DraftLength
+
+MAX_MATCH = 16
+"""Occurrences that agree in so many tokens count as equally long."""
+
+MAX_PLACES = 16
+"""Number of latest occurrences of the last two tokens that are compared, in the sequence and in other answers."""
+
+CAPACITY = 1 << 16
+"""Number of places that are remembered of a sequence, and of all recent answers together."""
+
+Place = tuple[list[int], int]
+"""A text and the position of one of its tokens."""
+
+
+class Places:
+    """The places that follow each pair of tokens in some texts, as far as they are among the latest ones.
+
+    Adding a place takes constant time.
+
+    Args:
+        capacity: Number of places that are remembered.
+    """
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self._capacity = capacity
+        self._count = 0  # places ever added; the place with number n is in slot n % capacity
+        self._places: list[Place] = []
+        self._earlier: list[int] = []  # number of the place before that follows the same pair; -1: none
+        self._latest: dict[int, int] = {}  # number of the latest place, by pair
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def add(self, text: list[int], position: int) -> None:
+        """Remember the place of the token at `position`, at least 2. Tokens of `text` up to it never change."""
+        pair = _pair(text, position)
+        number, place = self._count, (text, position)
+        earlier = self._latest.get(pair, -1)
+        if number < self._capacity:
+            self._places.append(place)
+            self._earlier.append(earlier)
+        else:
+            slot = number % self._capacity
+            oldest = _pair(*self._places[slot])
+            if self._latest[oldest] == number - self._capacity:
+                del self._latest[oldest]
+            self._places[slot], self._earlier[slot] = place, earlier
+        self._latest[pair] = number
+        self._count += 1
+
+    def find(self, text: list[int]) -> list[Place]:
+        """Return the places that follow the last two tokens of `text`, the latest first, up to MAX_PLACES."""
+        found: list[Place] = []
+        number, oldest = self._latest.get(_pair(text, len(text)), -1), self._count - len(self._places)
+        while number >= oldest and len(found) < MAX_PLACES:
+            slot = number % self._capacity
+            found.append(self._places[slot])
+            number = self._earlier[slot]
+        return found
+
+
+class SuffixDecoding:
+    """The drafts of one sequence by suffix decoding.
+
+    Args:
+        tokens: All tokens of the sequence; its owner appends new ones before it calls `append`. They are indexed
+            when the first draft is made, so that waiting sequences take neither time nor memory.
+        most: Maximum number of tokens of a draft.
+        answers: Places in recent answers of all requests that share them; None if this request does not.
+
+    Attributes:
+        length: The length that the next draft should have at most, if drafts take time from other sequences.
+    """
+
+    def __init__(self, tokens: list[int], most: int, answers: Places | None = None) -> None:
+        self.length = DraftLength(most)
+        self._tokens = tokens
+        self._own = Places()
+        self._next_position = 2  # of the first token that is not indexed in `_own`
+        self._answers = answers
+        self._answer: list[int] = []  # of this sequence
+
+    def append(self, token_ids: Iterable[int]) -> None:
+        """Take account of new tokens of the answer, which are final."""
+        answer = self._answer
+        for token_id in token_ids:
+            self.length.advance(1)
+            if self._answers is not None:
+                answer.append(token_id)
+                if len(answer) > 2:
+                    self._answers.add(answer, len(answer) - 1)
+
+    def propose(self, max_tokens: int) -> tuple[int, ...]:
+        """Return up to `max_tokens` tokens that followed the longest earlier occurrence of the last tokens.
+
+        If several occurrences are equally long, the most frequent of their next tokens is taken at each step, and
+        those that continue otherwise are left out. Among equally frequent tokens, that of the sequence itself is
+        preferred to that of other answers, then the latest. Empty if the last two tokens did not occur before.
+        """
+        tokens = self._tokens
+        if len(tokens) < 2:
+            return ()
+        for position in range(max(self._next_position, len(tokens) - CAPACITY), len(tokens)):
+            self._own.add(tokens, position)
+        self._next_position = max(2, len(tokens))
+        places = self._own.find(tokens)
+        if self._answers is not None:
+            places += [place for place in self._answers.find(tokens) if place[0] is not self._answer]
+        return _most_frequent(_longest(places, tokens), max_tokens)
+
+
+def _pair(text: list[int], position: int) -> int:
+    """Return the two tokens before `position` as one number; token ids have 32 bits."""
+    return text[position - 2] << 32 | text[position - 1]
+
+
+def _longest(places: list[Place], tokens: list[int]) -> list[Place]:
+    """Return those places before which the most tokens are equal to the last ones of `tokens`."""
+    longest, found = 0, list[Place]()
+    for text, position in places:
+        most = min(MAX_MATCH, position, len(tokens))
+        length = 2
+        while length < most and text[position - 1 - length] == tokens[-1 - length]:
+            length += 1
+        if length > longest:
+            longest, found = length, []
+        if length == longest:
+            found.append((text, position))
+    return found
+
+
+def _most_frequent(places: list[Place], max_tokens: int) -> tuple[int, ...]:
+    """Return the tokens from these places on, at each step the most frequent one."""
+    draft: list[int] = []
+    while places and len(draft) < max_tokens:
+        ahead = len(draft)
+        if len(places) == 1:
+            text, position = places[0]
+            draft += text[position + ahead : position + max_tokens]
+            break
+        counts = Counter(text[position + ahead] for text, position in places if position + ahead < len(text))
+        if not counts:
+            break
+        token_id = max(counts, key=counts.__getitem__)
+        draft.append(token_id)
+        places = [
+            (text, position)
+            for text, position in places
+            if position + ahead < len(text) and text[position + ahead] == token_id
+        ]
+    return tuple(draft)
