@@ -344,6 +344,17 @@ def test_parameters_without_effect_load_and_are_logged(spec: ParameterSpec) -> N
     assert without_effect(make_model_config(**{spec.key: f"${{{spec.key}}}"}), role) == []
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("medusa_choices", "[[0]]"), ("eagle_choices", "[[0]]"), ("lookahead_window_size", "4")],
+)
+def test_the_error_for_another_method_of_drafting_names_what_there_is(key: str, value: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^.*\n  {key}: got .* leave it out.*; .* speculative_decoding_mode"
+    ):
+        make_parameters(**{key: value})
+
+
 @pytest.mark.parametrize("mode", ["medusa", "lookahead", "eagle", "top-k"])
 def test_an_unknown_decoding_mode_is_refused(mode: str) -> None:
     with pytest.raises(ConfigError, match=f"decoding_mode: got '{mode}', expected auto or top_k or "):

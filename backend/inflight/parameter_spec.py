@@ -218,6 +218,7 @@ class ParameterSpec:
         template_value: The value in config.pbtxt instead of a template variable.
         neutral: None for a parameter that is implemented. Otherwise the only accepted values; (): no value
             is.
+        instead: What to do instead of enabling a feature that is not implemented; may be empty.
         read_by_triton: Whether only Triton's Python backend reads the parameter.
         complaint: Beginning of an error about the value, with {key} and {text}.
         no_effect: The reason why no value has an effect, which is logged if the parameter is given; "" for a
@@ -234,6 +235,7 @@ class ParameterSpec:
     template: str = ""
     template_value: str = ""
     neutral: tuple[Any, ...] | None = None
+    instead: str = ""
     read_by_triton: bool = False
     complaint: str = "{key}: got {text!r}"
     no_effect: str = ""
@@ -263,7 +265,8 @@ class ParameterSpec:
         shown = [
             str(value).lower() if isinstance(value, bool) else str(value) for value in self.neutral or ()
         ]
-        return "leave it out" + (f" or set {' or '.join(shown)}" if shown else "")
+        advice = "leave it out" + (f" or set {' or '.join(shown)}" if shown else "")
+        return f"{advice}; {self.instead}" if self.instead else advice
 
     def parse(self, text: str) -> Any:
         """Parse a filled-in `text`; raise ConfigError with the key, its value and the expected values."""
