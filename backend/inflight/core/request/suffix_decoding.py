@@ -129,11 +129,14 @@ def _pair(text: list[int], position: int) -> int:
 
 def _longest(places: list[Place], tokens: list[int]) -> list[Place]:
     """Return those places before which the most tokens are equal to the last ones of `tokens`."""
+    tail = tokens[-MAX_MATCH:]
     longest, found = 0, list[Place]()
     for text, position in places:
-        most = min(MAX_MATCH, position, len(tokens))
+        most = min(len(tail), position)
         length = 2
-        while length < most and text[position - 1 - length] == tokens[-1 - length]:
+        if text[position - most : position] == tail[len(tail) - most :]:
+            length = most
+        while length < most and text[position - 1 - length] == tail[-1 - length]:
             length += 1
         if length > longest:
             longest, found = length, []
@@ -144,21 +147,12 @@ def _longest(places: list[Place], tokens: list[int]) -> list[Place]:
 
 def _most_frequent(places: list[Place], max_tokens: int) -> tuple[int, ...]:
     """Return the tokens from these places on, at each step the most frequent one."""
+    rests = [text[position : position + max_tokens] for text, position in places]
     draft: list[int] = []
-    while places and len(draft) < max_tokens:
-        ahead = len(draft)
-        if len(places) == 1:
-            text, position = places[0]
-            draft += text[position + ahead : position + max_tokens]
-            break
-        counts = Counter(text[position + ahead] for text, position in places if position + ahead < len(text))
-        if not counts:
-            break
-        token_id = max(counts, key=counts.__getitem__)
-        draft.append(token_id)
-        places = [
-            (text, position)
-            for text, position in places
-            if position + ahead < len(text) and text[position + ahead] == token_id
-        ]
+    while rests:
+        if rests.count(rests[0]) == len(rests):
+            return tuple(rests[0])
+        counts = Counter(rest[len(draft)] for rest in rests)
+        draft.append(max(counts, key=counts.__getitem__))
+        rests = [rest for rest in rests if rest[len(draft) - 1] == draft[-1] and len(rest) > len(draft)]
     return tuple(draft)
