@@ -218,7 +218,7 @@ class ParameterSpec:
         template_value: The value in config.pbtxt instead of a template variable.
         neutral: None for a parameter that is implemented. Otherwise the only accepted values; (): no value
             is.
-        instead: What to do instead of enabling a feature that is not implemented; may be empty.
+        instead: Advice to users of a feature that is not implemented; may be empty.
         read_by_triton: Whether only Triton's Python backend reads the parameter.
         complaint: Beginning of an error about the value, with {key} and {text}.
         no_effect: The reason why no value has an effect, which is logged if the parameter is given; "" for a
