@@ -37,38 +37,36 @@ class Places:
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
         self._count = 0  # places ever added; the place with number n is in slot n % capacity
-        self._places: list[Place] = []
-        self._earlier: list[int] = []  # number of the place before that follows the same pair; -1: none
+        # Each place, and the number of the place before that follows the same pair; -1: none.
+        self._slots: list[tuple[Place, int]] = []
         self._latest: dict[int, int] = {}  # number of the latest place, by pair
 
     def __len__(self) -> int:
-        return len(self._places)
+        return min(self._count, self._capacity)
 
     def add(self, text: list[int], position: int) -> None:
-        """Remember the place of the token at `position`, at least 2. Tokens of `text` up to it never change."""
-        pair = _pair(text, position)
-        number, place = self._count, (text, position)
-        earlier = self._latest.get(pair, -1)
-        if number < self._capacity:
-            self._places.append(place)
-            self._earlier.append(earlier)
-        else:
-            slot = number % self._capacity
-            oldest = _pair(*self._places[slot])
-            if self._latest[oldest] == number - self._capacity:
+        """Remember the place of the token at `position`, at least 2. Tokens of `text` up to it never change.
+
+        If this raises at any line, the other places can still be found.
+        """
+        pair, number = _pair(text, position), self._count
+        entry = (text, position), self._latest.get(pair, -1)
+        slot = number % self._capacity
+        if number >= self._capacity:
+            oldest = _pair(*self._slots[slot][0])
+            if self._latest.get(oldest) == number - self._capacity:
                 del self._latest[oldest]
-            self._places[slot], self._earlier[slot] = place, earlier
+        self._slots[slot : slot + 1] = [entry]
+        self._count = number + 1
         self._latest[pair] = number
-        self._count += 1
 
     def find(self, text: list[int]) -> list[Place]:
         """Return the places that follow the last two tokens of `text`, the latest first, up to MAX_PLACES."""
         found: list[Place] = []
-        number, oldest = self._latest.get(_pair(text, len(text)), -1), self._count - len(self._places)
+        number, oldest = self._latest.get(_pair(text, len(text)), -1), self._count - len(self)
         while number >= oldest and len(found) < MAX_PLACES:
-            slot = number % self._capacity
-            found.append(self._places[slot])
-            number = self._earlier[slot]
+            place, number = self._slots[number % self._capacity]
+            found.append(place)
         return found
 
 
