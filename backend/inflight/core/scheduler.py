@@ -72,6 +72,7 @@ class Scheduler:
         )
         self._num_micro_batches = limits.num_micro_batches
         self._overlaps_iterations = limits.overlaps_iterations
+        self._break_even_rows = limits.break_even_rows
         self._shares_blocks = limits.shares_blocks
         self._next_micro_batch = 0
         self._next_key = 0
@@ -264,7 +265,9 @@ class Scheduler:
             self._running.leave(llm_request)
             llm_request.pause()
             self._waiting.add_in_front(llm_request)
-        batch = BatchBuilder(self.kv_cache, self._running.adapter_pages, self.limits.vocab_size)
+        batch = BatchBuilder(
+            self.kv_cache, self._running.adapter_pages, self.limits.vocab_size, self._break_even_rows
+        )
         is_new_batch = not self._running.sequences
         for llm_request, num_reused in self._admission.admit(
             growth.num_blocks, self._recovery.isolation.retrying

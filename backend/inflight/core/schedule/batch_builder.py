@@ -35,12 +35,16 @@ class BatchBuilder:
         kv_cache: The source of the rows' blocks.
         adapter_pages: The pages of the rows' adapters.
         vocab_size: Ids >= vocab_size stand for rows of prompt tables and are never generated.
+        break_even_rows: See `EngineLimits`.
     """
 
-    def __init__(self, kv_cache: KvCacheManager, adapter_pages: AdapterPages, vocab_size: int) -> None:
+    def __init__(
+        self, kv_cache: KvCacheManager, adapter_pages: AdapterPages, vocab_size: int, break_even_rows: int
+    ) -> None:
         self._kv_cache = kv_cache
         self._adapter_pages = adapter_pages
         self._vocab_size = vocab_size
+        self._break_even_rows = break_even_rows
         self._starts: list[SlotStart] = []
         self._new_blocks: list[tuple[int, tuple[int, ...]]] = []
         self._context: list[ContextChunk] = []
@@ -176,7 +180,8 @@ class BatchBuilder:
             size = self._kv_cache.tokens_per_block
             most = min(most, size - 2 - llm_request.num_computed_tokens % size)
         if num_sequences > _FEW_SEQUENCES:
-            most = min(most, drafter.length.tokens)
+            needed_share = num_sequences / (num_sequences + self._break_even_rows)
+            most = min(most, drafter.length.tokens_if(needed_share))
         draft = drafter.propose(most) if most > 0 else ()
         if request.prompt_table is None:
             return draft
