@@ -1,9 +1,9 @@
-"""Measure how much time drafting by prompt lookup saves for a repetitive prompt.
+"""Measure how much time drafting by prompt lookup and suffix decoding saves for repetitive prompts.
 
-Runs in this process, without a server: one request at a time through scheduler and engine, alternately
-without and with `prompt_lookup_num_tokens`. Two prompts are repetitive Python code, which the demo model
-continues greedily. The third is one line, which is continued by sampling and repeats little. The generated
-tokens are compared; in float32, a difference is an error.
+Runs in this process, without a server: one request at a time through scheduler and engine, in turn without
+drafts and with both methods. Two prompts are repetitive Python code, which the demo model continues greedily.
+The third is one line, which is continued by sampling and repeats little. `similar` are four requests whose answers
+resemble each other, one after the other. The generated tokens are compared; in float32, a difference is an error.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.measuring.options import new_parser
-from inflight.config import EngineConfig, SchedulingConfig
+from inflight.config import EngineConfig, SchedulingConfig, Speculation
 from inflight.core.request.request import IterationInput, OutputOptions, Request
 from inflight.core.request.response import SequenceResult
 from inflight.core.request.sampling_config import SamplingConfig
@@ -38,65 +39,89 @@ _TESTS = "class TestNode(unittest.TestCase):\n" + "".join(
 )
 _GREEDY = SamplingConfig()
 _SAMPLED = SamplingConfig(temperature=1.0, top_p=0.95, random_seed=1)
-PROMPTS: dict[str, tuple[str, SamplingConfig]] = {
-    "accessors": (_PROPERTIES, _GREEDY),
-    "tests": (_TESTS, _GREEDY),
-    "sampled": ("def parse_header(line, default=None):\n", _SAMPLED),
+PROMPTS: dict[str, tuple[tuple[str, ...], SamplingConfig]] = {
+    "accessors": ((_PROPERTIES,), _GREEDY),
+    "tests": ((_TESTS,), _GREEDY),
+    "sampled": (("def parse_header(line, default=None):\n",), _SAMPLED),
+    "similar": (tuple(f"def parse_{field}(self, line):\n" for field in _FIELDS), _GREEDY),
 }
+METHODS = ("plain", "lookup", "suffix")
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Measurement of one request: tokens per second after the first token, and number of iterations."""
+    """Measurement of some requests: tokens per second after each first token, and number of iterations."""
 
-    result: SequenceResult
+    results: tuple[SequenceResult, ...]
     tokens_per_second: float
     num_iterations: int
 
+    @property
+    def output_token_ids(self) -> list:
+        """The tokens of all requests."""
+        return [result.output_token_ids for result in self.results]
 
-def run(engine: ModelEngine, request: Request) -> Run:
-    """Generate a request alone on the engine, without prefix reuse."""
-    scheduler = Scheduler(SchedulingConfig(enable_kv_cache_reuse=False), engine.limits)
-    responses = scheduler.accept(IterationInput(0, 0, (request,)))
-    first_token = 0.0
-    num_iterations = 0
-    while (batch := scheduler.schedule()) is not None:
-        responses += scheduler.update(batch, engine.decode(batch, engine.forward(batch)))
-        first_token = first_token or time.perf_counter()
-        num_iterations += 1
-    seconds = time.perf_counter() - first_token
-    last = responses[-1]
-    if last.error is not None:
-        raise last.error
-    assert last.result is not None, "a response without an error has a result"
-    return Run(last.result, (last.result.num_output_tokens[0] - 1) / seconds, num_iterations)
+    def total(self, count: str) -> int:
+        """Return the sum of a field of `PerfMetrics` over all requests."""
+        metrics = [result.perf_metrics for result in self.results if result.perf_metrics is not None]
+        return sum(getattr(each, count) for each in metrics)
 
 
-def measure(engine: ModelEngine, plain: Request, num_draft: int, rounds: int) -> dict:
-    """Return medians over `rounds`, alternately with and without prompt lookup."""
-    looking = replace(plain, prompt_lookup_num_tokens=num_draft)
-    run(engine, looking)  # warms up
-    pairs = [(run(engine, plain), run(engine, looking)) for _ in range(rounds)]
-    before, after = pairs[0]
-    speeds = [statistics.median(pair[which].tokens_per_second for pair in pairs) for which in (0, 1)]
-    same = before.result.output_token_ids == after.result.output_token_ids
-    if not same and engine.dtype == "float32":
-        raise AssertionError("prompt lookup changed the tokens")
-    metrics = after.result.perf_metrics
-    assert metrics is not None, "they were asked for"
-    return {
-        "prompt_tokens": plain.prompt_length,
-        "new_tokens": after.result.num_output_tokens[0],
-        "draft": num_draft,
-        "plain_tokens_per_s": round(speeds[0]),
-        "lookup_tokens_per_s": round(speeds[1]),
-        "speed_up": round(speeds[1] / speeds[0], 2),
-        "iterations": after.num_iterations,
-        "drafted": metrics.num_draft_tokens,
-        "accepted": metrics.num_accepted_draft_tokens,
-        "accepted_rate": round(metrics.num_accepted_draft_tokens / max(1, metrics.num_draft_tokens), 2),
-        "same_tokens": same,
-    }
+def run(engine: ModelEngine, requests: Sequence[Request], speculation: Speculation | None) -> Run:
+    """Generate requests one after the other on the engine, without prefix reuse."""
+    config = SchedulingConfig(enable_kv_cache_reuse=False, speculative_decoding_mode=speculation)
+    scheduler = Scheduler(config, engine.limits)
+    results: list[SequenceResult] = []
+    seconds, num_iterations = 0.0, 0
+    for request in requests:
+        responses = scheduler.accept(IterationInput(0, 0, (request,)))
+        first_token = 0.0
+        while (batch := scheduler.schedule()) is not None:
+            responses += scheduler.update(batch, engine.decode(batch, engine.forward(batch)))
+            first_token = first_token or time.perf_counter()
+            num_iterations += 1
+        seconds += time.perf_counter() - first_token
+        last = responses[-1]
+        if last.error is not None:
+            raise last.error
+        assert last.result is not None, "a response without an error has a result"
+        results.append(last.result)
+    num_tokens = sum(result.num_output_tokens[0] - 1 for result in results)
+    return Run(tuple(results), num_tokens / seconds, num_iterations)
+
+
+def measure(engine: ModelEngine, requests: Sequence[Request], num_draft: int, rounds: int) -> list[dict]:
+    """Return a row for each method with medians over `rounds`; the methods take turns."""
+    speculations = (
+        None,
+        Speculation(Speculation.PROMPT_LOOKUP, num_draft),
+        Speculation(Speculation.SUFFIX, num_draft),
+    )
+    run(engine, requests, speculations[-1])  # warms up
+    runs = [[run(engine, requests, each) for each in speculations] for _ in range(rounds)]
+    speeds = [statistics.median(each.tokens_per_second for each in column) for column in zip(*runs)]
+    plain = runs[0][0]
+    rows = []
+    for method, speed, measured in zip(METHODS, speeds, runs[0], strict=True):
+        same = measured.output_token_ids == plain.output_token_ids
+        if not same and engine.dtype == "float32":
+            raise AssertionError(f"{method} changed the tokens")
+        drafted, accepted = measured.total("num_draft_tokens"), measured.total("num_accepted_draft_tokens")
+        rows.append(
+            {
+                "method": method,
+                "draft": num_draft,
+                "new_tokens": sum(result.num_output_tokens[0] for result in measured.results),
+                "tokens_per_s": round(speed),
+                "speed_up": round(speed / speeds[0], 2),
+                "iterations": measured.num_iterations,
+                "drafted": drafted,
+                "accepted": accepted,
+                "accepted_rate": round(accepted / max(1, drafted), 2),
+                "same_tokens": same,
+            }
+        )
+    return rows
 
 
 def main() -> None:
@@ -107,7 +132,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=None, help="threads of the forward pass")
     parser.add_argument("--prompt", default=None, help="file with another prompt")
     parser.add_argument("--tokens", type=int, default=256, help="new tokens")
-    parser.add_argument("--draft", type=int, nargs="+", default=[4, 8], help="prompt_lookup_num_tokens")
+    parser.add_argument("--draft", type=int, nargs="+", default=[4, 8], help="tokens of a draft")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     engine = load_engine(
@@ -120,15 +145,18 @@ def main() -> None:
         )
     )
     tokenizer = Tokenizer.from_dir(arguments.model)
-    prompts = {"file": (Path(arguments.prompt).read_text(), _GREEDY)} if arguments.prompt else PROMPTS
+    prompts = {"file": ((Path(arguments.prompt).read_text(),), _GREEDY)} if arguments.prompt else PROMPTS
     output = OutputOptions(return_perf_metrics=True, exclude_input_from_output=True)
     rows = []
-    for name, (text, sampling) in prompts.items():
-        prompt = tuple(tokenizer.encode(text))
-        request = Request(0, prompt, arguments.tokens, sampling=sampling, output=output)
+    for name, (texts, sampling) in prompts.items():
+        requests = [
+            Request(at, tuple(tokenizer.encode(text)), arguments.tokens, sampling=sampling, output=output)
+            for at, text in enumerate(texts)
+        ]
         for num_draft in arguments.draft:
-            rows.append({"prompt": name} | measure(engine, request, num_draft, arguments.rounds))
-            print(rows[-1])
+            for row in measure(engine, requests, num_draft, arguments.rounds):
+                rows.append({"prompt": name} | row)
+                print(rows[-1])
     print(json.dumps({"bench": "prompt_lookup", "dtype": engine.dtype, "rows": rows}))
 
 

@@ -17,6 +17,7 @@ from inflight.config import (
     Role,
     SchedulingConfig,
     SpecialTokens,
+    Speculation,
 )
 from inflight.errors import ConfigError
 from inflight.parameter_reader import read_parameters, without_effect
@@ -156,6 +157,9 @@ GOOD = [
     ("kv_cache_dir", "/cache/kv", "/cache/kv"),
     ("kv_cache_disk_bytes", "1000000", 1_000_000),
     ("kv_cache_max_age_s", "60", 60),
+    ("speculative_decoding_mode", "none", None),
+    ("speculative_decoding_mode", "suffix", Speculation("suffix", 8)),
+    ("speculative_decoding_mode", "prompt-lookup:64", Speculation("prompt-lookup", 64)),
     ("lora_adapters", "sql=/a/sql, chat = /a/c=d", (("sql", "/a/sql"), ("chat", "/a/c=d"))),
     ("enable_adapter_commands", "true", True),
     ("lora_weights_data_type", "TYPE_BF16", "TYPE_BF16"),
@@ -201,6 +205,9 @@ BAD = [
     ("lora_cache_host_memory_bytes", "0", "an integer >= 1"),
     ("kv_cache_host_memory_bytes", "1G", "an integer >= 0"),
     ("kv_cache_disk_bytes", "0", "an integer >= 1"),
+    ("speculative_decoding_mode", "suffix:", "none, prompt-lookup or suffix"),
+    ("speculative_decoding_mode", "suffix:65", "none, prompt-lookup or suffix"),
+    ("speculative_decoding_mode", "mtp:1", "none, prompt-lookup or suffix"),
     ("lora_adapters", "/adapters/a", "different names, each with = and a folder behind it"),
     ("lora_adapters", "a=/x,=/y", "different names, each with = and a folder behind it"),
     ("lora_adapters", "a=/x,a=/y", "different names, each with = and a folder behind it"),
@@ -335,6 +342,17 @@ def test_parameters_without_effect_load_and_are_logged(spec: ParameterSpec) -> N
         f"parameter {spec.key} is {text!r} and has no effect: {spec.no_effect}"
     ]
     assert without_effect(make_model_config(**{spec.key: f"${{{spec.key}}}"}), role) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("medusa_choices", "[[0]]"), ("eagle_choices", "[[0]]"), ("lookahead_window_size", "4")],
+)
+def test_the_error_for_another_method_of_drafting_names_what_there_is(key: str, value: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^.*\n  {key}: got .* leave it out.*; .* speculative_decoding_mode"
+    ):
+        make_parameters(**{key: value})
 
 
 @pytest.mark.parametrize("mode", ["medusa", "lookahead", "eagle", "top-k"])

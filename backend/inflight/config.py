@@ -27,6 +27,7 @@ from inflight.parameter_spec import (
     NAMED_FOLDERS,
     NAMES,
     SPECIAL_TOKENS,
+    SPECULATION,
     TEXT,
     TOKEN_IDS,
     WINDOWS,
@@ -34,6 +35,7 @@ from inflight.parameter_spec import (
     ParameterSpec,
     Role,
     SpecialTokens,
+    Speculation,
     choice,
     declared_rows,
     integer,
@@ -57,6 +59,7 @@ __all__ = [
     "Role",
     "SchedulingConfig",
     "SpecialTokens",
+    "Speculation",
 ]
 
 INT8 = "int8"
@@ -173,6 +176,12 @@ class SchedulingConfig:
         2048,
         integer(1),
         "maximum number of sequences of one request or body: its prompts times num_return_sequences",
+    )
+    speculative_decoding_mode: Speculation | None = parameter(
+        None,
+        SPECULATION,
+        "guess up to K (8) next tokens of each sequence from its own (prompt-lookup), or also from recent answers "
+        "(suffix); default: prompt lookup, for requests that ask for it",
     )
     max_num_requests: int = -1
     sequences_per_iteration: int = SEQUENCES_PER_ITERATION

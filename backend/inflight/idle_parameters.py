@@ -31,8 +31,9 @@ def _unbuilt(
     *neutral: Any,
     template: str = "",
     roles: frozenset[Role] = ENGINE_ONLY,
+    instead: str = "",
 ) -> ParameterSpec:
-    return ParameterSpec(key, kind, None, meaning, roles, template=template, neutral=neutral)
+    return ParameterSpec(key, kind, None, meaning, roles, template=template, neutral=neutral, instead=instead)
 
 
 def _no_effect(
@@ -97,6 +98,8 @@ NO_EFFECT: tuple[ParameterSpec, ...] = (
     ),
 )
 
+_OTHER_DRAFTS = "tokens are drafted with speculative_decoding_mode, or by a draft model"
+
 UNBUILT: tuple[ParameterSpec, ...] = (
     _unbuilt("multimodal_model_path", TEXT, "engine of an image model", roles=_PREPROCESSING),
     _unbuilt("visual_model_path", TEXT, "multimodal_model_path in older versions", roles=_PREPROCESSING),
@@ -107,11 +110,11 @@ UNBUILT: tuple[ParameterSpec, ...] = (
     _unbuilt("participant_ids", TEXT, "MPI ranks"),
     _unbuilt("num_nodes", integer(1), "nodes of an orchestrator", 1),
     _unbuilt("speculative_decoding_fast_logits", BOOLEAN, "draft logits over MPI", False),
-    _unbuilt("lookahead_window_size", integer(0), "lookahead decoding", 0),
-    _unbuilt("lookahead_ngram_size", integer(0), "lookahead decoding", 0),
-    _unbuilt("lookahead_verification_set_size", integer(0), "lookahead decoding", 0),
-    _unbuilt("medusa_choices", TEXT, "draft tree"),
-    _unbuilt("eagle_choices", TEXT, "draft tree"),
+    _unbuilt("lookahead_window_size", integer(0), "lookahead decoding", 0, instead=_OTHER_DRAFTS),
+    _unbuilt("lookahead_ngram_size", integer(0), "lookahead decoding", 0, instead=_OTHER_DRAFTS),
+    _unbuilt("lookahead_verification_set_size", integer(0), "lookahead decoding", 0, instead=_OTHER_DRAFTS),
+    _unbuilt("medusa_choices", TEXT, "draft tree of Medusa heads", instead=_OTHER_DRAFTS),
+    _unbuilt("eagle_choices", TEXT, "draft tree of EAGLE heads", instead=_OTHER_DRAFTS),
     _unbuilt("gpu_weights_percent", share(), "weights kept on the GPU", 1.0),
     _unbuilt("enable_context_fmha_fp32_acc", BOOLEAN, "TensorRT engines", False),
     _unbuilt("multi_block_mode", BOOLEAN, "TensorRT engines", True, False),

@@ -49,6 +49,7 @@ OTHER_NAMES: Mapping[str, OtherNames] = {
     "batch_scheduler_policy": _of_backend("", "", "scheduler_config.capacity_scheduler_policy"),
     "enable_chunked_context": _of_backend("", "--enable-chunked-prefill", "enable_chunked_prefill"),
     "context_chunking_policy": OtherNames("", "", "scheduler_config.context_chunking_policy"),
+    "speculative_decoding_mode": OtherNames("--speculate", "--speculative-config", "speculative_config"),
     "max_num_tokens": OtherNames("", "--max-num-batched-tokens", "max_num_tokens"),
     "max_queue_size": _of_backend("", "", "max_queue_size"),
     "max_beam_width": _of_backend("", "", "max_beam_width"),

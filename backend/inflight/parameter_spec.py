@@ -10,12 +10,15 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 from inflight.errors import ConfigError
 
 FIRST_VERSION = "0.1"
 """The version whose parameters need no `since`."""
+
+MAX_DRAFT_TOKENS = 64
+"""Largest K of the parameter speculative_decoding_mode."""
 
 # ---------------------------------------------------------------------- types and ranges
 
@@ -137,6 +140,39 @@ SPECIAL_TOKENS = dataclasses.replace(
     ),
     expected="true, false or auto",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How the server drafts tokens for requests that do not bring drafts.
+
+    Attributes:
+        method: PROMPT_LOOKUP or SUFFIX.
+        num_tokens: Maximum number of tokens of a draft; 0: only for requests with `prompt_lookup_num_tokens`.
+    """
+
+    PROMPT_LOOKUP: ClassVar = "prompt-lookup"
+    SUFFIX: ClassVar = "suffix"
+
+    method: str
+    num_tokens: int = 8
+
+    @classmethod
+    def parse(cls, text: str) -> Speculation | None:
+        """Parse METHOD or METHOD:K; None for `none`. Raises ValueError."""
+        method, colon, number = text.partition(":")
+        if text == "none":
+            return None
+        if method not in (cls.PROMPT_LOOKUP, cls.SUFFIX):
+            raise ValueError(text)
+        return cls(method, int(number)) if colon else cls(method)
+
+
+SPECULATION = ParameterKind(
+    f"none, prompt-lookup or suffix; :K behind the last two sets the tokens of a draft, 0 to {MAX_DRAFT_TOKENS}",
+    Speculation.parse,
+    lambda value: value is None or 0 <= value.num_tokens <= MAX_DRAFT_TOKENS,
+)
 TEXT = ParameterKind("text", str, lambda value: True)
 TOKEN_IDS = _integers("token ids >= 0 with commas between", 0)
 WINDOWS = _integers("integers >= 1 with commas between", 1)
@@ -182,6 +218,7 @@ class ParameterSpec:
         template_value: The value in config.pbtxt instead of a template variable.
         neutral: None for a parameter that is implemented. Otherwise the only accepted values; (): no value
             is.
+        instead: Advice to users of a feature that is not implemented; may be empty.
         read_by_triton: Whether only Triton's Python backend reads the parameter.
         complaint: Beginning of an error about the value, with {key} and {text}.
         no_effect: The reason why no value has an effect, which is logged if the parameter is given; "" for a
@@ -198,6 +235,7 @@ class ParameterSpec:
     template: str = ""
     template_value: str = ""
     neutral: tuple[Any, ...] | None = None
+    instead: str = ""
     read_by_triton: bool = False
     complaint: str = "{key}: got {text!r}"
     no_effect: str = ""
@@ -227,7 +265,8 @@ class ParameterSpec:
         shown = [
             str(value).lower() if isinstance(value, bool) else str(value) for value in self.neutral or ()
         ]
-        return "leave it out" + (f" or set {' or '.join(shown)}" if shown else "")
+        advice = "leave it out" + (f" or set {' or '.join(shown)}" if shown else "")
+        return f"{advice}; {self.instead}" if self.instead else advice
 
     def parse(self, text: str) -> Any:
         """Parse a filled-in `text`; raise ConfigError with the key, its value and the expected values."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from inflight.core.request.prompt_lookup import NGRAM_SIZES, DraftLength, PromptLookup
+from inflight.core.request.draft_length import DraftLength
+from inflight.core.request.prompt_lookup import NGRAM_SIZES, PromptLookup
 from inflight.core.request.request import IterationInput
 from inflight.core.schedule.batch import ModelOutput
 from tests.core.factories import make_request, make_scheduler
@@ -64,14 +65,17 @@ def test_tokens_can_come_one_by_one_or_together():
 def test_a_draft_gets_shorter_when_it_is_rejected_and_longer_when_it_is_accepted():
     length = DraftLength(8)
     found = [length.tokens]
-    for accepted in (0, 0, 0):
-        length.verified(length.tokens, accepted)
-        found.append(length.tokens)
-    assert found == [8, 4, 2, 1]
-    for _ in range(4):
+    for _ in range(3):
         length.verified(length.tokens, length.tokens)
         found.append(length.tokens)
-    assert found[4:] == [2, 4, 8, 8]
+    assert found == [2, 4, 8, 8]
+    for _ in range(3):
+        length.verified(length.tokens, 0)
+        found.append(length.tokens)
+    assert found[4:] == [4, 2, 1]
+    for _ in range(3):
+        length.verified(length.tokens, length.tokens)
+    assert length.tokens == 8
     length.verified(8, 3)
     assert length.tokens == 4
     length.verified(2, 2)  # the sequence had no more tokens to propose
@@ -86,7 +90,22 @@ def test_useless_drafts_are_made_less_and_less_often():
             num_drafts += length.tokens
             length.verified(length.tokens, 0)
         length.advance(1)
-    assert num_drafts == 4 + 2 + 1 + 3 + (1000 - 3 - 8 - 16 - 32) // 64
+    assert num_drafts == 2 + 1 + 3 + (1000 - 2 - 8 - 16 - 32) // 64
+
+
+def test_drafts_are_made_only_if_a_large_enough_share_of_earlier_ones_was_accepted():
+    length = DraftLength(8)
+    assert length.tokens_if(1.0) == 2
+    length.verified(2, 1)
+    assert (length.tokens_if(0.8), length.tokens_if(0.9)) == (2, 0)
+    length.verified(8, 2)  # earlier drafts do not count any more
+    assert (length.tokens_if(0.25), length.tokens_if(0.26)) == (3, 0)
+    length.advance(63)
+    assert length.tokens_if(0.9) == 0
+    length.advance(1)
+    assert length.tokens_if(0.9) == 3  # it tries again
+    length.verified(3, 3)
+    assert length.tokens_if(0.5) == 6
 
 
 def test_an_accepted_token_ends_the_longer_pauses():

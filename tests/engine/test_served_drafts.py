@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 import torch
 
+from inflight.config import Speculation
 from inflight.core.request.request import ExternalDraft, FloatTensor, OutputOptions, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.sampling import reference
@@ -127,6 +128,20 @@ def test_prompt_lookup_changes_no_token(zoo: Zoo, case: str, way: str) -> None:
     assert [served.tokens(request) for request in looking] == expected
     counts = [accepted(served, request) for request in looking]
     assert sum(count for _, count in counts) > 0, "nothing was ever looked up"
+
+
+@every_case
+@pytest.mark.parametrize("way", ["no-evict", "utilization-chunked-no-reuse"])
+def test_suffix_decoding_changes_no_token(zoo: Zoo, case: str, way: str) -> None:
+    """The same requests come twice; the later ones are drafted from the answers of the earlier ones."""
+    model = zoo[case]
+    first = make_requests(model)
+    again = [replace(request, request_id=request.request_id + len(first)) for request in first]
+    config = replace(config_of(way), speculative_decoding_mode=Speculation(Speculation.SUFFIX, 5))
+    served = serve(load(model.folder, 60, 6), config, [*first, *again])
+    assert [served.tokens(request) for request in [*first, *again]] == 2 * plain_run(model, first)
+    right = [sum(accepted(served, request)[0] for request in each) for each in (first, again)]
+    assert right[1] > 3 * right[0] and right[1] > NUM_TOKENS
 
 
 @every_case

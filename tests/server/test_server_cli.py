@@ -37,6 +37,13 @@ def test_weights_may_be_in_memory_or_mapped(weights: str) -> None:
     assert cli.parse(["--weights", weights]).wanted.weights == weights
 
 
+def test_the_method_of_drafting_is_checked_and_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.parse(["--speculate", "suffix:4"]).wanted.speculate == "suffix:4"
+    with pytest.raises(SystemExit):
+        cli.parse(["--speculate", "ngram"])
+    assert "--speculate: expected none, prompt-lookup or suffix" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "fp8"])
 def test_every_dtype_is_accepted(dtype: str) -> None:
     assert cli.parse(["--dtype", dtype, "--set", "kernels=torch"]).wanted.dtype == dtype

@@ -181,8 +181,8 @@ class Outcomes:
             return
         if new_tokens:
             self._observe_tokens(llm_request, len(new_tokens), num_drafts)
-            if num_drafts and llm_request.lookup is not None:
-                llm_request.lookup.length.verified(num_drafts, len(new_tokens) - 1)
+            if num_drafts and llm_request.drafter is not None:
+                llm_request.drafter.length.verified(num_drafts, len(new_tokens) - 1)
         reason = append_tokens(llm_request, new_tokens, details, self.now_ns)
         draft = llm_request.request.draft
         if num_drafts and draft is not None and draft.ends_sequence and reason is FinishReason.NOT_FINISHED:
@@ -270,8 +270,8 @@ def append_tokens(
         if len(tokens) == llm_request.max_length:
             reason = FinishReason.LENGTH
             break
-    if llm_request.lookup is not None:
-        llm_request.lookup.append(tokens[before:])
+    if llm_request.drafter is not None:
+        llm_request.drafter.append(tokens[before:])
     if len(new_tokens) > 1:
         llm_request.num_accepted_tokens += min(len(new_tokens) - 1, len(tokens) - before)
     if details is not None:

@@ -25,6 +25,7 @@ from inflight.core.report.metrics import MetricsSnapshot, Observations, adapter_
 from inflight.core.report.state import Introspection, SchedulerState
 from inflight.core.report.stats import IterationCounts, RequestCounts
 from inflight.core.request.adapter import AdapterEvent, AdapterUpdate, StoredAdapter
+from inflight.core.request.drafters import Drafters
 from inflight.core.request.guide import GuideEvent
 from inflight.core.request.llm_request import LlmRequest, RequestGroup, RequestState
 from inflight.core.request.request import IterationInput, Request
@@ -61,6 +62,7 @@ class Scheduler:
         self._micro_batch = MicroBatchScheduler(config, limits)
         self._groups: dict[int, RequestGroup] = {}  # by request id
         self._adapters: dict[int, StoredAdapter] = {}  # by handle
+        self._drafters = Drafters(config.speculative_decoding_mode)
         self._deadlines = Deadlines()
         self._to_end = PendingEndings()
         self._observed = Observations(config, limits)
@@ -70,6 +72,7 @@ class Scheduler:
         )
         self._num_micro_batches = limits.num_micro_batches
         self._overlaps_iterations = limits.overlaps_iterations
+        self._break_even_rows = limits.break_even_rows
         self._shares_blocks = limits.shares_blocks
         self._next_micro_batch = 0
         self._next_key = 0
@@ -150,8 +153,11 @@ class Scheduler:
             raise AlreadyExists(f"requestId {request.request_id} is already in progress, request is ignored.")
         request.validate(self.limits)
         self._admission.check_queue(request)
+        request = self._drafters.with_default(request)
         rules = self._rules(request, self._next_key, None)
         group = RequestGroup(request, self._next_key, rules, self._now_ns)
+        for llm_request in group.sequences:
+            llm_request.drafter = self._drafters.make(request, llm_request.tokens)
         self._next_key += len(group.sequences)
         self._groups[request.request_id] = group
         if group.is_held:
@@ -259,7 +265,9 @@ class Scheduler:
             self._running.leave(llm_request)
             llm_request.pause()
             self._waiting.add_in_front(llm_request)
-        batch = BatchBuilder(self.kv_cache, self._running.adapter_pages, self.limits.vocab_size)
+        batch = BatchBuilder(
+            self.kv_cache, self._running.adapter_pages, self.limits.vocab_size, self._break_even_rows
+        )
         is_new_batch = not self._running.sequences
         for llm_request, num_reused in self._admission.admit(
             growth.num_blocks, self._recovery.isolation.retrying

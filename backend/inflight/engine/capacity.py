@@ -35,6 +35,9 @@ from inflight.ranks.topology import Mapping
 
 _logger = logging.getLogger(__name__)
 
+_BREAK_EVEN_ROWS = {"cpu": 16, "cuda": 256}
+"""`EngineLimits.break_even_rows` by type of device, roughly."""
+
 
 def find_device(name: str | None) -> torch.device:
     """Return the device that the parameter `device` names; None: a GPU if there is one, otherwise the CPU.
@@ -183,6 +186,7 @@ def make_limits(
         adapter_page_rank=config.lora_cache_optimal_adapter_size,
         max_adapter_rank=config.lora_cache_max_adapter_size if num_adapter_pages else 0,
         has_state=decoder.recurrent is not None,
+        break_even_rows=_BREAK_EVEN_ROWS[device.type],
         num_state_snapshots=num_state_snapshots,
     )
 

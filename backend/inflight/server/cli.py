@@ -95,6 +95,7 @@ def parse(arguments: list[str] | None, judge: Judge | None = None) -> ServerOpti
             engine=given.engine,
             engine_dir=given.engine_dir,
             weights=given.weights,
+            speculate=given.speculate,
             kv_cache_dir=given.kv_cache_dir,
             kv_cache_disk_bytes=given.kv_cache_disk,
             settings=dict(given.set),

@@ -16,6 +16,7 @@ from inflight.server.option_types import (
     seconds,
     setting,
     size,
+    speculation,
     whole,
 )
 from inflight.server.other_servers import FLAGS
@@ -53,6 +54,13 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         choices=("memory", "mmap"),
         help="mmap: on a CPU, map the weights from a file in ~/.cache/inflight, which the first start writes "
         "(default: memory)",
+    )
+    add(
+        "--speculate",
+        metavar="METHOD[:K]",
+        type=speculation,
+        help="draft up to K tokens of each sequence: prompt-lookup, from its own tokens; suffix, also from recent "
+        "answers; none, only if a request asks for it (default: none; K: 8)",
     )
     add(
         "--kv-cache-dir",

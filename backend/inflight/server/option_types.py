@@ -7,6 +7,7 @@ import argparse
 import re
 from pathlib import Path
 
+from inflight.parameter_spec import SPECULATION
 from inflight.server.errors import OptionError
 
 _DTYPES = ("float32", "bfloat16", "float16", "int8", "fp8")
@@ -70,6 +71,15 @@ def setting(text: str) -> tuple[str, str]:
     if not key or not equals:
         raise argparse.ArgumentTypeError(f"expected KEY=VALUE, got {text!r}")
     return key, value
+
+
+def speculation(text: str) -> str:
+    """Check a method of drafting, written METHOD or METHOD:K."""
+    try:
+        SPECULATION.parse(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected {SPECULATION.expected}, got {text!r}") from None
+    return text
 
 
 def named_folder(text: str) -> tuple[str, Path]:

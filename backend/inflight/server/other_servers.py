@@ -118,7 +118,7 @@ DIFFERENT: Mapping[str, str] = {
     "--logits-processors": "take --set logits_post_processor_module=FILE with functions that requests name",
     "--guided-decoding-backend": "take --set guided_decoding_backend=llguidance or xgrammar",
     "--structured-outputs-config": "take --set guided_decoding_backend=llguidance or xgrammar",
-    "--speculative-config": "set prompt_lookup_num_tokens in each request to draft from earlier text; "
+    "--speculative-config": "take --speculate suffix:K, or prompt-lookup:K for the method ngram; "
     "docs/speculation.md describes draft models",
     # memory
     "--gpu-memory-utilization": "take --set kv_cache_free_gpu_mem_fraction=0.9, the share of the memory that is "

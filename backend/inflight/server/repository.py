@@ -39,6 +39,7 @@ ENGINE_DIR = "tensorrt_engine_dir"
 ENGINE_NAME = "tensorrt_llm_model_name"
 ENGINE_ENDPOINT = "engine_endpoint"
 RECORD_PATH, RECEIPT_KEY_FILE = "record_path", "receipt_key_file"
+SPECULATIVE_DECODING_MODE = "speculative_decoding_mode"
 KV_CACHE_DIR, KV_CACHE_DISK_BYTES = "kv_cache_dir", "kv_cache_disk_bytes"
 LORA_ADAPTERS, LORA_DIR, LORA_PREFETCH_DIR = "lora_adapters", "lora_dir", "lora_prefetch_dir"
 ADD_SPECIAL_TOKENS, MODEL_TYPE = "add_special_tokens", "gpt_model_type"
@@ -61,6 +62,7 @@ class Wanted:
         engine: Layers to use: "torch", "transformers" or "tensorrt".
         engine_dir: Folder of TensorRT plans.
         weights: Place where compiled layers store their weights: "memory" or "mmap".
+        speculate: How the server drafts tokens, as `speculative_decoding_mode`.
         kv_cache_dir: Folder in which KV blocks are saved.
         kv_cache_disk_bytes: Maximum size of the files in this folder.
     """
@@ -72,6 +74,7 @@ class Wanted:
     engine: str | None = None
     engine_dir: Path | None = None
     weights: str | None = None
+    speculate: str | None = None
     kv_cache_dir: Path | None = None
     kv_cache_disk_bytes: int | None = None
 
@@ -202,6 +205,8 @@ def _settings(wanted: Wanted) -> dict[str, str]:
         values[DTYPE] = wanted.dtype
     if wanted.weights is not None:
         values[WEIGHTS] = wanted.weights
+    if wanted.speculate is not None:
+        values[SPECULATIVE_DECODING_MODE] = wanted.speculate
     if wanted.kv_cache_dir is not None:
         values[KV_CACHE_DIR] = str(wanted.kv_cache_dir)
     if wanted.kv_cache_disk_bytes is not None:

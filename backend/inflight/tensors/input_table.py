@@ -239,7 +239,11 @@ _DRAFTS = (
     TensorSpec(
         "lookahead_verification_set_size", "INT32", (1,), "parameter of lookahead decoding", neutral=_ZERO
     ),
-    _both("prompt_lookup_num_tokens", "INT32", "maximum number of tokens to draft by prompt lookup; 0: off"),
+    _both(
+        "prompt_lookup_num_tokens",
+        "INT32",
+        "most tokens of a draft by speculative_decoding_mode, without it by prompt lookup; 0: its own number",
+    ),
     _text_only(
         "num_draft_tokens",
         "INT32",

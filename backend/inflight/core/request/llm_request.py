@@ -19,7 +19,7 @@ from enum import Enum, auto
 from inflight.core.kv.block_keys import CacheRules
 from inflight.core.request.adapter import StoredAdapter
 from inflight.core.request.beam_search import BeamSearch
-from inflight.core.request.prompt_lookup import PromptLookup
+from inflight.core.request.drafters import Drafter
 from inflight.core.request.request import Request
 from inflight.core.request.response import TopLogProbs
 from inflight.core.request.stop import FinishReason, StopWords
@@ -157,7 +157,7 @@ class LlmRequest:
         has_draft: Whether the request's own draft is still to be verified.
         needs_host: Whether the next row depends on the outcome of the rows in flight.
         beams: The beam search; None for an ordinary sequence.
-        lookup: The index that guesses draft tokens; None without prompt lookup.
+        drafter: Guesses draft tokens; None without such drafts, and until the request is queued.
         stop_words: The stop words; None if there are none, and for a beam search.
         finish_reason: The reason why the sequence ended.
         log_probs, drawn_log_probs, top_log_probs, logits, additional_outputs: Details (`TokenDetails`) of the
@@ -178,6 +178,7 @@ class LlmRequest:
         "beams",
         "context_length",
         "cum_log_prob",
+        "drafter",
         "drawn_log_probs",
         "finish_reason",
         "first_iteration",
@@ -193,7 +194,6 @@ class LlmRequest:
         "last_turn",
         "log_probs",
         "logits",
-        "lookup",
         "max_length",
         "needs_host",
         "next_block_end",
@@ -251,8 +251,7 @@ class LlmRequest:
             or output.additional_outputs
         )
         self.beams = BeamSearch(request) if request.sampling.uses_beams else None
-        most = request.prompt_lookup_num_tokens
-        self.lookup = PromptLookup(self.tokens, most) if most else None
+        self.drafter: Drafter | None = None
         has_stop_words = bool(request.stop_words) and not self.beams
         self.stop_words = StopWords(request.stop_words, request.stop_words_after) if has_stop_words else None
         self.finish_reason = FinishReason.NOT_FINISHED

@@ -201,8 +201,8 @@ class Request:
             other tokens come before, prompt included. Tensor `bad_words_list`.
         embedding_bias: [vocab_size], added to the logits. Tensor `embedding_bias`.
         draft: Draft of the first generated tokens. Tensors `draft_*`.
-        prompt_lookup_num_tokens: Maximum number of draft tokens per iteration from prompt lookup; 0: off. Tensor
-            `prompt_lookup_num_tokens`.
+        prompt_lookup_num_tokens: Maximum number of draft tokens per iteration from the server's drafter, prompt
+            lookup by default; 0: as the server is set, none by default. Tensor `prompt_lookup_num_tokens`.
         logits_post_processor_name: Name of the operator's function that changes the logits before all controls;
             "": none. Tensor `logits_post_processor_name`.
         identity: The properties other than tokens on which the request's KV blocks depend.

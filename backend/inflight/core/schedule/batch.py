@@ -328,6 +328,9 @@ class EngineLimits:
             prompt itself, and there is neither beam search nor prefix reuse.
         has_state: Whether a slot has a recurrent state besides its blocks.
         num_state_snapshots: Number of snapshots of recurrent states for which there is memory.
+        break_even_rows: Number of rows that take as long as what a forward pass does whatever its rows are,
+            mostly reading the weights. In a batch of n rows, a draft token saves time if it is accepted with a
+            probability of at least n / (n + break_even_rows).
     """
 
     vocab_size: int
@@ -350,6 +353,7 @@ class EngineLimits:
     shares_blocks: bool = True
     has_state: bool = False
     num_state_snapshots: int = 0
+    break_even_rows: int = 256
 
     def adapter_pages(self, rank: int) -> int:
         """Return how many pages an adapter of this rank takes."""

@@ -11,6 +11,7 @@ from itertools import takewhile
 
 from inflight.core.kv.kv_cache_manager import KvCacheManager
 from inflight.core.request.beam_search import BeamSearch
+from inflight.core.request.drafters import Drafter
 from inflight.core.request.llm_request import LlmRequest
 from inflight.core.schedule.adapter_pages import AdapterPages
 from inflight.core.schedule.batch import (
@@ -34,12 +35,16 @@ class BatchBuilder:
         kv_cache: The source of the rows' blocks.
         adapter_pages: The pages of the rows' adapters.
         vocab_size: Ids >= vocab_size stand for rows of prompt tables and are never generated.
+        break_even_rows: See `EngineLimits`.
     """
 
-    def __init__(self, kv_cache: KvCacheManager, adapter_pages: AdapterPages, vocab_size: int) -> None:
+    def __init__(
+        self, kv_cache: KvCacheManager, adapter_pages: AdapterPages, vocab_size: int, break_even_rows: int
+    ) -> None:
         self._kv_cache = kv_cache
         self._adapter_pages = adapter_pages
         self._vocab_size = vocab_size
+        self._break_even_rows = break_even_rows
         self._starts: list[SlotStart] = []
         self._new_blocks: list[tuple[int, tuple[int, ...]]] = []
         self._context: list[ContextChunk] = []
@@ -132,8 +137,9 @@ class BatchBuilder:
                 if kv_cache.missing_blocks(llm_request.key, position + 1) > kv_cache.num_unreserved:
                     continue
                 self._extend(llm_request, position + 1)
-            if llm_request.lookup is not None and (
-                draft := self._look_up(llm_request, num_free_rows, len(sequences))
+            drafter = llm_request.drafter
+            if drafter is not None and (
+                draft := self._draft(llm_request, drafter, num_free_rows, len(sequences))
             ):
                 num_free_rows -= len(draft)
                 self._extend(llm_request, position + 1 + len(draft))
@@ -154,7 +160,9 @@ class BatchBuilder:
         if snapshot is not None:
             self._state_saves.append(StateSave(llm_request.slots[0], num_tokens, snapshot))
 
-    def _look_up(self, llm_request: LlmRequest, num_free_rows: int, num_sequences: int) -> tuple[int, ...]:
+    def _draft(
+        self, llm_request: LlmRequest, drafter: Drafter, num_free_rows: int, num_sequences: int
+    ) -> tuple[int, ...]:
         """Return a sequence's draft tokens, as many as free rows, its own blocks and the length limit allow.
 
         With few sequences a forward pass mostly reads weights, and draft rows cost little. With more, only as many
@@ -165,15 +173,16 @@ class BatchBuilder:
         request = llm_request.request
         room = self._kv_cache.num_certain_tokens(llm_request.key) - len(llm_request.tokens)
         left = request.max_new_tokens - llm_request.num_generated - 1
-        most = min(request.prompt_lookup_num_tokens, num_free_rows, room, left)
+        most = min(drafter.length.most, num_free_rows, room, left)
         if self._kv_cache.states is not None:
             # A draft ends before the last token of a block, as the state is saved after a generation row with
             # that token.
             size = self._kv_cache.tokens_per_block
             most = min(most, size - 2 - llm_request.num_computed_tokens % size)
-        if llm_request.lookup is not None and num_sequences > _FEW_SEQUENCES:
-            most = min(most, llm_request.lookup.length.tokens)
-        draft = llm_request.lookup.propose(most) if llm_request.lookup and most > 0 else ()
+        if num_sequences > _FEW_SEQUENCES:
+            needed_share = num_sequences / (num_sequences + self._break_even_rows)
+            most = min(most, drafter.length.tokens_if(needed_share))
+        draft = drafter.propose(most) if most > 0 else ()
         if request.prompt_table is None:
             return draft
         return tuple(takewhile(lambda token_id: token_id < self._vocab_size, draft))

@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from inflight.config import CapacityPolicy, ChunkingPolicy, SchedulingConfig
+from inflight.config import CapacityPolicy, ChunkingPolicy, SchedulingConfig, Speculation
 from inflight.core.kv.picture_spans import find_spans
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.stop import StopReason, StopSignal
@@ -110,7 +110,7 @@ class Scenario:
     def without_host_waits(self) -> Scenario:
         """Return the scenario without the options that make a request wait for the host between iterations."""
         arrivals = {at: tuple(map(_without_host, requests)) for at, requests in self.arrivals.items()}
-        return replace(self, arrivals=arrivals)
+        return replace(self, arrivals=arrivals, config=replace(self.config, speculative_decoding_mode=None))
 
     @property
     def depth(self) -> int:
@@ -158,7 +158,7 @@ def draw(seed: int) -> Scenario:
         if rng.random() < 0.2:
             stop_at = at + rng.randint(0, 20)
             stops[stop_at] = (*stops.get(stop_at, ()), _draw_stop(rng, request, stop_at))
-    config = _draw_config(rng, limits, requests)
+    config = replace(_draw_config(rng, limits, requests), speculative_decoding_mode=_draw_speculation(seed))
     return Scenario(
         seed,
         replace(limits, overlaps_iterations=rng.choice([False, False, True])),
@@ -278,6 +278,13 @@ def _draw_config(rng: random.Random, limits: EngineLimits, requests: list[Reques
         max_queue_size=rng.choice([0, 0, 0, 0, 1, 2, 4]),
         context_chunking_policy=rng.choice(list(ChunkingPolicy)),
     )
+
+
+def _draw_speculation(seed: int) -> Speculation | None:
+    """Draw how the server drafts; half of the scenarios have suffix decoding."""
+    rng = random.Random(seed)
+    method = rng.choice([None, Speculation.PROMPT_LOOKUP, Speculation.SUFFIX, Speculation.SUFFIX])
+    return None if method is None else Speculation(method, rng.choice([0, 1, 4]))
 
 
 def _draw_stop(rng: random.Random, request: Request, iteration: int) -> StopSignal:

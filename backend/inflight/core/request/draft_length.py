@@ -1,0 +1,69 @@
+"""How long the drafts of a sequence should be, by how many of its earlier draft tokens were accepted."""
+
+from __future__ import annotations
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 8, 64
+"""Numbers of tokens without drafts after a draft of one token was rejected: at first, and at most."""
+
+_FIRST_LENGTH = 2
+"""Number of tokens of the first draft."""
+
+_REMEMBERED = 8
+"""Number of draft tokens after which the share of accepted ones has changed to theirs."""
+
+
+class DraftLength:
+    """A maximum length of a sequence's drafts that follows how many of the earlier ones were accepted.
+
+    The first draft has two tokens. A draft that is accepted as a whole doubles the length, and one that is
+    rejected as a whole halves it. Otherwise the next draft is one token longer than what was accepted. After a
+    rejected draft of one token there are no drafts for a while, and longer each time, so that useless drafts
+    cost almost nothing.
+
+    Args:
+        most: The request's maximum.
+
+    Attributes:
+        most: The request's maximum.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._length = min(most, _FIRST_LENGTH)
+        self._num_left = 0  # tokens until the next draft
+        self._num_since = 0  # tokens since the last draft
+        self._share = 1.0  # of the latest draft tokens that were accepted
+        self._next_pause = _FIRST_PAUSE
+
+    @property
+    def tokens(self) -> int:
+        """Maximum number of tokens of the next draft; 0: no draft."""
+        return 0 if self._num_left > 0 else self._length
+
+    def advance(self, num_tokens: int) -> None:
+        """Count tokens that the sequence got."""
+        self._num_left -= num_tokens
+        self._num_since += num_tokens
+
+    def tokens_if(self, needed_share: float) -> int:
+        """Return `tokens`, or 0 if a smaller share of the latest draft tokens was accepted than is needed.
+
+        Then the sequence tries again after its longest pause.
+        """
+        return self.tokens if self._share >= needed_share or self._num_since >= _LONGEST_PAUSE else 0
+
+    def verified(self, num_tokens: int, num_accepted: int) -> None:
+        """Take account of a draft of `num_tokens` tokens, of which the first `num_accepted` were accepted."""
+        self._num_since = 0
+        self._share += (num_accepted / num_tokens - self._share) * min(1, num_tokens / _REMEMBERED)
+        if num_accepted == num_tokens:
+            self._length = max(self._length, min(self.most, 2 * num_tokens))
+        elif num_accepted:
+            self._length = num_accepted + 1
+        elif self._length > 1:
+            self._length //= 2
+        else:
+            self._num_left = self._next_pause
+            self._next_pause = min(2 * self._next_pause, _LONGEST_PAUSE)
+        if num_accepted:
+            self._next_pause = _FIRST_PAUSE
