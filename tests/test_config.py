@@ -15,6 +15,7 @@ from inflight.config import (
     Parameters,
     ParameterSpec,
     Role,
+    SchedulePolicy,
     SchedulingConfig,
     SpecialTokens,
 )
@@ -87,6 +88,7 @@ GOOD = [
     ("batch_scheduler_policy", "max_utilization", CapacityPolicy.MAX_UTILIZATION),
     ("enable_chunked_context", "TRUE", True),
     ("context_chunking_policy", "equal_progress", ChunkingPolicy.EQUAL_PROGRESS),
+    ("schedule_policy", "lpm", SchedulePolicy.LPM),
     ("enable_kv_cache_reuse", "0", False),
     ("max_num_tokens", "512", 512),
     ("max_queue_size", "16", 16),
@@ -181,6 +183,7 @@ BAD = [
     ("batch_scheduler_policy", "no_evict", "guaranteed_no_evict or max_utilization"),
     ("batch_scheduler_policy", "static_batch", "guaranteed_no_evict or max_utilization"),
     ("context_chunking_policy", "fair", "first_come_first_served or equal_progress"),
+    ("schedule_policy", "priority", "fcfs or lpm"),
     ("max_attention_window_size", "512,0", "integers >= 1 with commas between"),
     ("sink_token_length", "-1", "an integer >= 0"),
     ("max_queue_size", "-1", "an integer >= 0"),
