@@ -148,7 +148,7 @@ def configurations(bounds: list[int]) -> dict[str, SchedulingConfig]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=positive, default=1000)
+    parser.add_argument("--requests", type=positive, default=600)
     parser.add_argument("--system-prompts", type=positive, default=8)
     parser.add_argument("--system-tokens", type=positive, default=1024)
     parser.add_argument(

@@ -265,10 +265,16 @@ class QueueOracle:
         first = [r for r in undelayed if not any(self._precedes(other, r) for other in undelayed)]
         if not first or not all(self._fits(r, claimed_blocks, is_closed) for r in first):
             return
-        # A request that lacks slots is not checked for other delays.
+        # A request that lacks slots is not checked for other delays. One that lacks blocks is in the way too, if it
+        # is not certain that its adapter delays it.
         free_slots = self._free_slots()
-        lack_slots = [r for r in allowed if r.num_slots > free_slots]
-        in_the_way = [r for r in lack_slots if not any(self._precedes(one, r) for one in first)]
+        lacking = [
+            r
+            for r in allowed
+            if r.num_slots > free_slots
+            or (self._may_be_claimed(r, retrying) and not self._fits(r, claimed_blocks, is_closed))
+        ]
+        in_the_way = [r for r in lacking if not any(self._precedes(one, r) for one in first)]
         assert in_the_way, f"request {first[0].request_id} could have started"
 
     def _precedes(self, one: LlmRequest, other: LlmRequest) -> bool:
@@ -330,14 +336,18 @@ class QueueOracle:
             return True
         if self._lacks_pages(llm_request):
             return True
-        if llm_request.group.adapter is not None and any(
-            self._lacks_pages(other) and not self._precedes(llm_request, other)
-            for other in self._waiting()
-            if not retrying or other.request_id in retrying
-        ):
+        if self._may_be_claimed(llm_request, retrying):
             return True
         is_static = self._config.policy is CapacityPolicy.STATIC_BATCH
         return not (is_static and _is_new(llm_request)) and self._cache.is_promised(llm_request)
+
+    def _may_be_claimed(self, llm_request: LlmRequest, retrying: Collection[int]) -> bool:
+        """Whether an earlier request that waits for adapter pages may have claimed the sequence's adapter."""
+        return llm_request.group.adapter is not None and any(
+            self._lacks_pages(other) and not self._precedes(llm_request, other)
+            for other in self._waiting()
+            if not retrying or other.request_id in retrying
+        )
 
     def _is_to_end(self, llm_request: LlmRequest) -> bool:
         """Whether its request was stopped or is past its deadline, and its end is pending."""

@@ -185,16 +185,15 @@ def draw_with_failing_rows(seed: int) -> Scenario:
 
 
 def draw_with_longest_prefix_first(seed: int) -> Scenario:
-    """Draw the same scenario with the policy LPM, with reuse, and with two later copies of each request."""
+    """Draw the same scenario with the policy LPM and reuse, and with a later copy of each request."""
     rng, scenario = random.Random(seed), draw(seed)
     arrivals, count = dict(scenario.arrivals), len(scenario.requests)
     for request in scenario.requests.values():
         if request.request_id in scenario.invalid:
             continue
-        for copy in (1, 2):
-            at = rng.randint(0, 30)
-            again = replace(request, request_id=request.request_id + copy * count, arrival_time_ns=0)
-            arrivals[at] = (*arrivals.get(at, ()), again)
+        at = rng.randint(0, 20)
+        copy = replace(request, request_id=request.request_id + count, arrival_time_ns=0)
+        arrivals[at] = (*arrivals.get(at, ()), copy)
     config = replace(
         scenario.config,
         schedule_policy=SchedulePolicy.LPM,
