@@ -57,6 +57,7 @@ __all__ = [
     "ParameterSpec",
     "Parameters",
     "Role",
+    "SchedulePolicy",
     "SchedulingConfig",
     "SpecialTokens",
     "Speculation",
@@ -123,6 +124,18 @@ class ChunkingPolicy(Enum):
     EQUAL_PROGRESS = "equal_progress"
 
 
+class SchedulePolicy(Enum):
+    """SGLang's `--schedule-policy`: which of a client's waiting requests of one priority starts next.
+
+    FCFS starts them in order of arrival (first come, first served).
+    LPM starts the one with the longest prefix in the KV cache (longest prefix match); no request is overtaken more
+    than `SchedulingConfig.max_overtaken` times.
+    """
+
+    FCFS = "fcfs"
+    LPM = "lpm"
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulingConfig:
     """Policies and limits by which the scheduler chooses the requests and rows of an iteration.
@@ -133,11 +146,13 @@ class SchedulingConfig:
         enable_chunked_context: Whether to split long prompts; a prompt may then exceed max_num_tokens.
         context_chunking_policy: Rule for which contexts get the remaining tokens. Used only with
             enable_chunked_context.
+        schedule_policy: Order in which the waiting requests of one client and priority start.
         max_queue_size: Maximum number of waiting sequences with at least the priority of a new request.
         max_num_requests: Maximum number of active requests, including waiting ones; negative: no limit.
         sequences_per_iteration: Maximum number of sequences that an iteration ends because of a client, a
             deadline or an event; more sequences end in later iterations. Sequences of one request end
             together.
+        max_overtaken: Maximum number of later requests that LPM starts before a waiting request.
         kv_event_buffer_size: Number of KV cache events kept until they are fetched; 0: no events are made.
         has_block_store: Whether KV blocks are saved in host memory or files.
     """
@@ -155,6 +170,12 @@ class SchedulingConfig:
         ChunkingPolicy.FIRST_COME_FIRST_SERVED,
         member(ChunkingPolicy),
         "which split prompts get the remaining tokens of an iteration",
+    )
+    schedule_policy: SchedulePolicy = parameter(
+        SchedulePolicy.FCFS,
+        member(SchedulePolicy),
+        "order in which waiting requests of one client and priority start: fcfs: of arrival; lpm: the longest "
+        "cached prefix first",
     )
     enable_kv_cache_reuse: bool = parameter(True, BOOLEAN, "share KV blocks of equal prefixes")
     kv_cache_onboard_blocks: bool = parameter(
@@ -185,6 +206,7 @@ class SchedulingConfig:
     )
     max_num_requests: int = -1
     sequences_per_iteration: int = SEQUENCES_PER_ITERATION
+    max_overtaken: int = 32
     kv_event_buffer_size: int = 0
     has_block_store: bool = False
 

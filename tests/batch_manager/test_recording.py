@@ -27,7 +27,7 @@ from inflight.batch_manager.recording import (
     make_begin,
     zero_logits,
 )
-from inflight.config import CapacityPolicy, ChunkingPolicy, SchedulingConfig
+from inflight.config import CapacityPolicy, ChunkingPolicy, SchedulePolicy, SchedulingConfig
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
 from inflight.core.request.adapter import (
@@ -71,6 +71,7 @@ CONFIG = SchedulingConfig(
     max_num_tokens=64,
     enable_chunked_context=True,
     context_chunking_policy=ChunkingPolicy.EQUAL_PROGRESS,
+    schedule_policy=SchedulePolicy.LPM,
 )
 TENSOR = FloatTensor((3,), bytes(range(250, 256)) + bytes(6))
 FULL_REQUEST = Request(

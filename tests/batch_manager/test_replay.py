@@ -27,7 +27,7 @@ from inflight.core.scheduler import Scheduler
 from inflight.endpoint.local import LocalEngineClient
 from inflight.errors import StepFailed
 from inflight.testing.fake_engine import FakeEngine
-from inflight.testing.simulation.scenario import Scenario, draw
+from inflight.testing.simulation.scenario import Scenario, draw, draw_with_longest_prefix_first
 from tests.batch_manager.recorded import (
     ERRORS,
     GAP,
@@ -91,6 +91,15 @@ def test_the_replay_of_every_seed_is_identical(runs):
         if scenario.seed % 2 == 0:
             assert [r.result for r in responses] == [r.result for r in recorded]
         assert outcome(path) == (IDENTICAL, summary(replay))
+
+
+def test_a_replay_starts_the_same_requests_before_others(tmp_path):
+    """With the policy LPM; `replay_all` compares every batch."""
+    for seed in SEEDS:
+        scenario, path = draw_with_longest_prefix_first(seed), tmp_path / str(seed)
+        record_run(scenario, path)
+        replay, _ = replay_all(path)
+        assert replay.num_answered == ROUNDS * len(scenario.requests)
 
 
 def essence(response: Response) -> tuple:

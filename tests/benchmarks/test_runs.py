@@ -19,6 +19,7 @@ RUNS = {
     "guided": "--rows 2 --vocab 512 --steps 3 --rounds 1 --shape none --model MODEL --tokens 4 --slow 1",
     "iteration": "--streams 1 --rounds 1 --step-us 1000",
     "loop": "--streams 1 --tokens 3 --send-us 1",
+    "prefix_order": "--requests 8 --system-prompts 2 --system-tokens 64 --spacing 0 50 --overtaken 2",
     "prompt_lookup": "--tokens 4 --draft 2 --rounds 1 --threads 1",
     "ranks": "--model MODEL --streams 1 --prompt 32 --tokens 2 --rounds 1 --threads 2 --setups tp=2,pp=1",
     "reuse": "--prefix 64 --suffix 2 --rounds 1 --threads 1",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from inflight.config import CapacityPolicy, ChunkingPolicy, SchedulingConfig
+from inflight.config import CapacityPolicy, ChunkingPolicy, SchedulePolicy, SchedulingConfig
 from inflight.core.kv.block_keys import CacheRules
 from inflight.core.request.adapter import Matrix, RawBuffer
 from inflight.core.request.llm_request import LlmRequest, RequestGroup
@@ -69,6 +69,8 @@ def make_scheduler(
     max_num_requests: int = -1,
     max_queue_size: int = 0,
     chunking_policy: ChunkingPolicy = ChunkingPolicy.FIRST_COME_FIRST_SERVED,
+    schedule_policy: SchedulePolicy = SchedulePolicy.FCFS,
+    max_overtaken: int = 32,
     **limits: Any,
 ) -> Scheduler:
     config = SchedulingConfig(
@@ -79,6 +81,8 @@ def make_scheduler(
         max_num_requests=max_num_requests,
         max_queue_size=max_queue_size,
         context_chunking_policy=chunking_policy,
+        schedule_policy=schedule_policy,
+        max_overtaken=max_overtaken,
     )
     return Scheduler(config, make_limits(**limits))
 

@@ -55,6 +55,11 @@ def clients_take_no_turns(patch: Patch) -> None:
     patch.setattr(WaitingQueue, "_serve", lambda *_: None)
 
 
+def overtaken_without_bound(patch: Patch) -> None:
+    may_overtake = WaitingQueue.may_overtake
+    patch.setattr(WaitingQueue, "may_overtake", lambda queue, first, _: may_overtake(queue, first, 1 << 62))
+
+
 def unused_share_kept(patch: Patch) -> None:
     serve = WaitingQueue._serve
     patch.setattr(WaitingQueue, "_serve", lambda queue, client, tokens: serve(queue, client, max(0, tokens)))

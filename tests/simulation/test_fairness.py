@@ -12,10 +12,11 @@ from itertools import combinations
 
 import pytest
 
-from inflight.config import CapacityPolicy, SchedulingConfig
-from inflight.core.request.request import Request
+from inflight.config import CapacityPolicy, SchedulePolicy, SchedulingConfig
+from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.core.schedule.batch import EngineLimits
+from inflight.core.schedule.batch import EngineLimits, ModelOutput
+from inflight.core.scheduler import Scheduler
 from inflight.testing.simulation.drawn_requests import draw_tokens
 from inflight.testing.simulation.queue_oracle import cost_of
 from inflight.testing.simulation.scenario import Scenario
@@ -117,6 +118,72 @@ def test_order_holds_with_many_priorities(seed):
     server = run_to_the_end(draw_backlog(seed, priorities=tuple(level / 20 for level in range(20))))
     started = [r.request.priority for r in server.queue.starts]
     assert len(set(started)) > 10 and started == sorted(started, reverse=True)
+
+
+CLIENTS = ((8, 8, 4), (60, 4, 40), (4, 40, 9), (40, 12, 300))
+"""For each client: the longest prompt, the longest output, and how many of its requests are kept waiting."""
+SECOND = 1_000_000_000
+
+
+def served_by_client(config: SchedulingConfig, seed: int, seconds: int) -> list[tuple[int, list[int]]]:
+    """Run four clients, which always have requests waiting, and return after each iteration the time, and each
+    client's tokens so far: prompts that have started, and generated tokens.
+
+    An iteration takes 5 ms, and 0.1 ms for each of its tokens. Most outputs end before their limit. Half of the
+    clients have prompts with a common beginning, which may be cached.
+    """
+    rng = random.Random(seed)
+    scheduler = Scheduler(config, EngineLimits(VOCAB_SIZE, 100, 8, 140, 4))
+    prefixes = [
+        draw_tokens(rng, VOCAB_SIZE, longest // 2 if client % 2 else 0)
+        for client, (longest, *_) in enumerate(CLIENTS)
+    ]
+    served, num_waiting = [0] * len(CLIENTS), [0] * len(CLIENTS)
+    history = [(0, list(served))]
+    now_ns = next_id = 0
+    while now_ns < seconds * SECOND:
+        new: list[Request] = []
+        for client, (longest, most_new, kept) in enumerate(CLIENTS):
+            while num_waiting[client] < kept:
+                own = draw_tokens(rng, VOCAB_SIZE, rng.randint(1, longest - len(prefixes[client])))
+                output = rng.randint(1, most_new)
+                new.append(Request(next_id, prefixes[client] + own, output, end_ids=(0,), client_id=client))
+                next_id += 1
+                num_waiting[client] += 1
+        scheduler.accept(IterationInput(next_id, now_ns, tuple(new)))
+        batch = scheduler.schedule()
+        assert batch is not None
+        for start in batch.starts:
+            served[start.request.client_id] += start.request.prompt_length
+            num_waiting[start.request.client_id] -= 1
+        running = [(sequence, sequence.num_generated) for sequence in scheduler.running_sequences]
+        count = len(batch.sampled_slots())
+        tokens = [(rng.randrange(VOCAB_SIZE) if rng.random() < 0.9 else 0,) for _ in range(count)]
+        scheduler.update(batch, ModelOutput(batch.iteration, tokens))
+        for sequence, before in running:
+            served[sequence.request.client_id] += sequence.num_generated - before
+        num_tokens = len(batch.generation_slots) + sum(len(chunk.token_ids) for chunk in batch.context)
+        now_ns += 5_000_000 + 100_000 * num_tokens
+        history.append((now_ns, list(served)))
+    return history
+
+
+@pytest.mark.parametrize("policy", SchedulePolicy)
+@pytest.mark.parametrize("seed", with_all(range(10), [0]))
+def test_each_client_gets_nine_tenths_of_its_share_in_any_ten_seconds(seed, policy):
+    config = SchedulingConfig(max_num_tokens=512, schedule_policy=policy)
+    history = served_by_client(config, seed, seconds=18)
+    end, num_windows, lowest = 0, 0, 1.0
+    for began_ns, before in history:
+        while end < len(history) and history[end][0] < began_ns + 10 * SECOND:
+            end += 1
+        if end == len(history):
+            break
+        tokens = [now - then for now, then in zip(history[end][1], before, strict=True)]
+        lowest = min(lowest, min(tokens) * len(CLIENTS) / sum(tokens))
+        num_windows += 1
+    assert num_windows > 1000
+    assert lowest >= 0.9
 
 
 def test_a_late_client_has_no_credit():

@@ -10,6 +10,7 @@ from inflight.testing.simulation.scenario import (
     draw_with_a_bad_device,
     draw_with_everybody_leaving,
     draw_with_failing_rows,
+    draw_with_longest_prefix_first,
 )
 from inflight.testing.simulation.simulated_server import run
 from tests.tiers import with_all
@@ -18,6 +19,7 @@ from .faults import FAULTS, FAULTS_OF_PIPELINES
 from .faults_of_adapters import pages_taken_before_their_turn
 from .faults_of_spans import FAULTS_OF_SPANS
 from .faults_of_states import FAULTS_OF_STATES, snapshot_found_before_its_batch_is_back
+from .faults_of_turns import overtaken_without_bound
 
 SEEDS = range(200)
 DETECTED_LATE = (pages_taken_before_their_turn, snapshot_found_before_its_batch_is_back)
@@ -53,6 +55,12 @@ def test_a_fault_planted_in_recurrent_states_is_detected(plant, monkeypatch):
 def test_a_fault_planted_in_picture_spans_is_detected(plant, monkeypatch):
     plant(monkeypatch)
     found = (_is_noticed(draw(seed).with_spans()) for seed in SEEDS)
+    assert any(found), f"{len(SEEDS)} seeds and nothing noticed"
+
+
+def test_overtaking_without_a_bound_is_detected(monkeypatch):
+    overtaken_without_bound(monkeypatch)
+    found = (_is_noticed(draw_with_longest_prefix_first(seed)) for seed in SEEDS)
     assert any(found), f"{len(SEEDS)} seeds and nothing noticed"
 
 

@@ -8,8 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from inflight.config import CapacityPolicy
+from inflight.core.request.llm_request import LlmRequest
 from inflight.core.request.response import SequenceResult, merge_responses
 from inflight.core.request.stop import FinishReason
+from inflight.core.schedule.waiting_queue import WaitingQueue
 from inflight.testing.simulation.outcome import RunOutcome
 from inflight.testing.simulation.scenario import (
     Breakdowns,
@@ -18,6 +20,7 @@ from inflight.testing.simulation.scenario import (
     draw_with_a_bad_device,
     draw_with_everybody_leaving,
     draw_with_failing_rows,
+    draw_with_longest_prefix_first,
     one_in_flight,
     three_stages,
     two_in_flight,
@@ -133,6 +136,23 @@ def test_a_failed_row_ends_its_request_and_changes_no_other_tokens(kind):
 def test_an_iteration_ends_a_bounded_number_when_all_requests_stop(kind):
     outcomes = [run(kind(draw_with_everybody_leaving(seed))) for seed in range(NUM_OF_A_KIND)]
     assert sum(outcome.num_divided_endings > 0 for outcome in outcomes) > 0.3 * NUM_OF_A_KIND
+
+
+@pytest.mark.parametrize(
+    "kind", with_all([one_in_flight, two_in_flight, two_stages, three_stages], [two_in_flight, three_stages])
+)
+def test_longest_prefixes_that_start_first_change_no_tokens(kind, monkeypatch):
+    """The oracle checks that no request is overtaken too often."""
+    overtake, overtaken = WaitingQueue.overtake, list[int]()
+
+    def count(queue: WaitingQueue, llm_request: LlmRequest) -> None:
+        overtaken.append(llm_request.request_id)
+        overtake(queue, llm_request)
+
+    monkeypatch.setattr(WaitingQueue, "overtake", count)
+    for seed in range(NUM_OF_A_KIND // 2):
+        run(kind(draw_with_longest_prefix_first(seed)))
+    assert len(overtaken) > NUM_OF_A_KIND // 4
 
 
 @pytest.mark.parametrize("kind", [one_in_flight, two_in_flight, two_stages, three_stages])

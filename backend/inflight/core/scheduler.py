@@ -56,7 +56,7 @@ class Scheduler:
         self._config = config
         self._capacity = make_capacity_scheduler(config.policy)
         self._running = Running(limits, self.kv_cache)
-        self._admission = Admission(self._capacity, self.kv_cache, self._running, config.max_queue_size)
+        self._admission = Admission(config, self._capacity, self.kv_cache, self._running)
         self._waiting = self._admission.waiting
         self._recovery = Recovery(self._running, self._waiting)
         self._micro_batch = MicroBatchScheduler(config, limits)

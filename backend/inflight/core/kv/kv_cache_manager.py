@@ -12,6 +12,7 @@ sequence reserves blocks at admission; growth within the reservation cannot fail
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -231,6 +232,19 @@ class KvCacheManager:
         rest = rules.content(token_ids, start, min(start + self.tokens_per_block, end))
         beginning = self.pool.find_beginning(digests[place - 1] if place else rules.scope, rest)
         return PrefixMatch(tuple(block_ids), num_held, is_promised, *beginning, num_saved=num_saved)
+
+    def num_cached_blocks(self, key: int, token_ids: Sequence[int], rules: CacheRules) -> int:
+        """Return the number of full blocks that `match_prefix` would find.
+
+        Takes O(log blocks) after the first call, because the blocks before a cached one are nearly always cached
+        too. If some are not, the number may differ.
+        """
+        if rules.scope is None:
+            return 0
+        digests = self._digests(key, token_ids, rules, rules.scope)
+        most = self._num_sought(len(token_ids))
+        count = bisect_left(digests, True, hi=most, key=lambda digest: self.pool.find(digest) is None)
+        return count if self.states is None else self.states.find(digests[:count])
 
     def _num_saved(self, saved: SavedBlocks, digests: Sequence[bytes]) -> int:
         """Return how many of these blocks, from the first one on, can be loaded.

@@ -144,6 +144,8 @@ class LlmRequest:
             until its batches in flight are back; otherwise ().
         context_length: Number of `tokens` to compute as context since the last start: the prompt, and after
             a pause also the tokens generated before.
+        num_overtaken: Number of later sequences that were moved before this one in the waiting queue, because they
+            had longer cached prefixes.
         num_computed_tokens: Tokens whose keys and values are confirmed to be in the cache.
         num_scheduled_tokens: Tokens in batches in flight, for which `update` was not called yet.
         is_void: Whether the rows in flight depend on a failed iteration, so that their tokens are dropped.
@@ -203,6 +205,7 @@ class LlmRequest:
         "num_iterations",
         "num_missed_blocks",
         "num_new_blocks",
+        "num_overtaken",
         "num_reused_blocks",
         "num_scheduled_tokens",
         "num_streamed_tokens",
@@ -230,6 +233,7 @@ class LlmRequest:
         self.tokens = list(request.input_token_ids)
         self.slots: tuple[int, ...] = ()
         self.context_length = len(self.tokens)
+        self.num_overtaken = 0
         self.num_computed_tokens = 0
         self.num_scheduled_tokens = 0
         self.is_void = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from enum import Enum, auto
 
+from inflight.config import SchedulePolicy, SchedulingConfig
 from inflight.core.kv.kv_cache_manager import KvCacheManager, PrefixMatch
 from inflight.core.request.llm_request import LlmRequest, RequestGroup, RequestState
 from inflight.core.request.request import Request
@@ -56,7 +57,11 @@ class Admission:
     """
 
     def __init__(
-        self, capacity: CapacityScheduler, kv_cache: KvCacheManager, running: Running, max_queue_size: int
+        self,
+        config: SchedulingConfig,
+        capacity: CapacityScheduler,
+        kv_cache: KvCacheManager,
+        running: Running,
     ) -> None:
         self.waiting = WaitingQueue()
         self.held: dict[int, RequestGroup] = {}
@@ -64,7 +69,9 @@ class Admission:
         self._capacity = capacity
         self._kv_cache = kv_cache
         self._running = running
-        self._max_queue_size = max_queue_size
+        self._config = config
+        self._chosen_key = -1  # of the last sequence chosen by its cached prefix
+        self._num_cached: dict[int, int] = {}  # cached blocks by sequence key, in the current call of `admit`
 
     def check_queue(self, request: Request) -> None:
         """Raise QueueFull if the queue is full for this request.
@@ -72,7 +79,7 @@ class Admission:
         Requests that fit into free slots, and requests of lower priorities, are not counted. A continuation of an
         accepted request is always accepted.
         """
-        bound = self._max_queue_size
+        bound = self._config.max_queue_size
         if not bound or request.is_continuation:
             return
         room = bound + self._running.slots.num_free - request.sampling.num_sequences
@@ -144,6 +151,7 @@ class Admission:
         """
         if self._kv_cache.loader is not None:
             self._kv_cache.loader.begin_batch()
+        self._num_cached.clear()
         passed: list[tuple[LlmRequest, bool]] = []
         is_filled = bool(self._running.sequences)
         pages, claimed = self._running.adapter_pages, None
@@ -225,7 +233,33 @@ class Admission:
             yield from [r for r in self.waiting.in_front() if r.request_id in ids]
             return
         while (llm_request := self.waiting.first()) is not None:
+            if self._config.schedule_policy is SchedulePolicy.LPM:
+                llm_request = self._with_longest_prefix(llm_request)
             yield llm_request
+
+    def _with_longest_prefix(self, first: LlmRequest) -> LlmRequest:
+        """Return the sequence with the most cached blocks among those that may overtake `first`, and move it to
+        the front; of equal ones, the first. The choice stands until it starts or is passed over."""
+        if first.key == self._chosen_key or first.num_slots > self._running.slots.num_free:
+            return first
+        candidates = self.waiting.may_overtake(first, self._config.max_overtaken)
+        chosen = max(candidates, key=self._count_cached)
+        if chosen is not first:
+            self.waiting.overtake(chosen)
+        self._chosen_key = chosen.key
+        return chosen
+
+    def _count_cached(self, llm_request: LlmRequest) -> int:
+        """Return the number of cached blocks that a sequence would use; counted once in each call of `admit`."""
+        count = self._num_cached.get(llm_request.key)
+        if count is None:
+            count = 0
+            if not llm_request.gives_context:
+                count = self._kv_cache.num_cached_blocks(
+                    llm_request.key, llm_request.tokens, llm_request.rules
+                )
+            self._num_cached[llm_request.key] = count
+        return count
 
     def blocks_needed(self, llm_request: LlmRequest) -> tuple[PrefixMatch, int, int]:
         """Return a sequence's cached prefix, the number of blocks to reserve, and how many of these must be

@@ -4,6 +4,8 @@
     in front   of their priority: paused sequences, and sequences whose prompt a sibling has computed
     clients    of one priority take turns by start-time fair queueing: the client that was served least, in tokens,
                goes next; each client's own requests go in order of arrival
+    prefixes   with the policy LPM, a client's sequence with a longer cached prefix may overtake earlier ones, each
+               of which is overtaken a bounded number of times
 
 When a sequence starts, its client's account is charged for the prompt and all tokens that it may generate; the
 tokens that were not generated are refunded when the sequence ends. A client that had no waiting requests starts
@@ -22,11 +24,14 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from itertools import islice
 
 from inflight.core.request.llm_request import LlmRequest, RequestState
 
 _MAX_ABSENT = 1024
 """Maximum number of clients without requests whose accounts are kept because they had more than their share."""
+_MAX_COMPARED = 32
+"""Maximum number of a client's sequences among which the next one is chosen by its cached prefix."""
 _MAX_FOLLOWED = 8
 """Maximum number of priorities whose turns are updated at every charge, as there may be as many as requests."""
 
@@ -177,6 +182,35 @@ class WaitingQueue:
             if queue and served == self._clients[client].served and key == next(iter(queue)):
                 return queue[key]
             heappop(level.turns)
+
+    def may_overtake(self, first: LlmRequest, max_overtaken: int) -> list[LlmRequest]:
+        """Return the sequence whose turn it is, and those that may start in its place, in order.
+
+        They are of the same client and priority, and all sequences before them have been overtaken less than
+        `max_overtaken` times.
+        """
+        level = self._levels[first.request.priority]
+        if level.front:
+            return [first]
+        found: list[LlmRequest] = []
+        for llm_request in islice(level.clients[first.request.client_id].values(), _MAX_COMPARED):
+            found.append(llm_request)
+            if llm_request.num_overtaken >= max_overtaken:
+                break
+        return found
+
+    def overtake(self, llm_request: LlmRequest) -> None:
+        """Move a sequence that never ran before the others of its client and priority."""
+        request = llm_request.request
+        level = self._levels[request.priority]
+        queue = level.clients[request.client_id]
+        for other in queue.values():
+            if other is llm_request:
+                break
+            other.num_overtaken += 1
+        queue.move_to_end(llm_request.key, last=False)
+        if request.priority in self._followed:
+            self._push_turn(level, request.client_id)
 
     def in_front(self) -> Iterator[LlmRequest]:
         """Yield the sequences in front of their priorities, in order; the queue must not change meanwhile."""

@@ -2,7 +2,9 @@
 
 It follows the rules of `waiting_queue.py`, and counts the tokens that every client was served on its own. When a
 sequence is admitted, every waiting sequence before it in the order must have a reason to wait. When admission
-ends, the first sequence in the order must lack slots or blocks. The code is quadratic in the number of requests.
+ends, the first sequence in the order must lack slots or blocks. With the policy LPM, the order of a client's
+requests is certain only for those that were overtaken as often as they may be. The code is quadratic in the
+number of requests.
 """
 
 # pyright: reportPrivateUsage=false
@@ -12,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator
 
-from inflight.config import CapacityPolicy, SchedulingConfig
+from inflight.config import CapacityPolicy, SchedulePolicy, SchedulingConfig
 from inflight.core.request.adapter import AdapterEvent
 from inflight.core.request.llm_request import LlmRequest, RequestState
 from inflight.core.request.request import Request
@@ -120,10 +122,14 @@ class QueueOracle:
         self._scheduler = scheduler
         self._config = config
         self._cache = cache
+        self._overtaken: Counter[int] = (
+            Counter()
+        )  # by sequence key; without starts while the sequence was delayed
         self._started: set[int] = set()  # sequence keys
         self._present: dict[int, LlmRequest] = {}
         self._held: dict[int, Request] = {}  # by request id
         self._queued_at: dict[int, int] = {}  # place of each request id among all that were queued
+        self._is_lpm = config.schedule_policy is SchedulePolicy.LPM
         self._admit = scheduler._admission.admit
         scheduler._admission.admit = self._watched_admit
 
@@ -207,6 +213,7 @@ class QueueOracle:
                 "a sequence started though its request's end was pending"
             )
             self._check_turn(llm_request, retrying)
+            self._count_overtaken(llm_request, retrying)
             if llm_request.key not in self._started:
                 self._started.add(llm_request.key)
                 self._present[llm_request.key] = llm_request
@@ -233,6 +240,21 @@ class QueueOracle:
                 f"request {llm_request.request_id} takes adapter pages that request {other.request_id} waits for"
             )
 
+    def _count_overtaken(self, llm_request: LlmRequest, retrying: Collection[int]) -> None:
+        """Count a start for the earlier requests of its client and priority that had no reason to wait."""
+        if llm_request.key in self._started or llm_request.sequence_index:
+            return
+        request = llm_request.request
+        for other in self._waiting():
+            if (
+                other is not llm_request
+                and _is_new(other)
+                and (other.request.client_id, other.request.priority) == (request.client_id, request.priority)
+                and self._queued_at[other.request_id] < self._queued_at[request.request_id]
+                and not self._is_delayed(other, retrying)
+            ):
+                self._overtaken[other.key] += 1
+
     def _check_end(self, claimed_blocks: int, retrying: Collection[int], is_closed: bool) -> None:
         waiting = self._waiting()
         self._cache.check_promises(waiting)
@@ -243,10 +265,16 @@ class QueueOracle:
         first = [r for r in undelayed if not any(self._precedes(other, r) for other in undelayed)]
         if not first or not all(self._fits(r, claimed_blocks, is_closed) for r in first):
             return
-        # A request that lacks slots is not checked for other delays.
+        # A request that lacks slots is not checked for other delays. One that lacks blocks is in the way too, if
+        # it is not certain that its adapter delays it.
         free_slots = self._free_slots()
-        lack_slots = [r for r in allowed if r.num_slots > free_slots]
-        in_the_way = [r for r in lack_slots if not any(self._precedes(one, r) for one in first)]
+        lacking = [
+            r
+            for r in allowed
+            if r.num_slots > free_slots
+            or (self._may_be_claimed(r, retrying) and not self._fits(r, claimed_blocks, is_closed))
+        ]
+        in_the_way = [r for r in lacking if not any(self._precedes(one, r) for one in first)]
         assert in_the_way, f"request {first[0].request_id} could have started"
 
     def _precedes(self, one: LlmRequest, other: LlmRequest) -> bool:
@@ -260,10 +288,11 @@ class QueueOracle:
             return never_ran and one.group is other.group and one.key < other.key
         clients = one.request.client_id, other.request.client_id
         if clients[0] == clients[1]:
-            return self._queued_at[one.request_id] < self._queued_at[other.request_id]
+            is_certain = not self._is_lpm or self._overtaken[one.key] >= self._config.max_overtaken
+            return is_certain and self._queued_at[one.request_id] < self._queued_at[other.request_id]
         served = [self.shares.served(client) for client in clients]
         if served[0] == served[1]:
-            return one.key < other.key and self._queued_in_order()
+            return not self._is_lpm and one.key < other.key and self._queued_in_order()
         return served[0] < served[1]
 
     def _queued_in_order(self) -> bool:
@@ -307,14 +336,18 @@ class QueueOracle:
             return True
         if self._lacks_pages(llm_request):
             return True
-        if llm_request.group.adapter is not None and any(
-            self._lacks_pages(other) and not self._precedes(llm_request, other)
-            for other in self._waiting()
-            if not retrying or other.request_id in retrying
-        ):
+        if self._may_be_claimed(llm_request, retrying):
             return True
         is_static = self._config.policy is CapacityPolicy.STATIC_BATCH
         return not (is_static and _is_new(llm_request)) and self._cache.is_promised(llm_request)
+
+    def _may_be_claimed(self, llm_request: LlmRequest, retrying: Collection[int]) -> bool:
+        """Whether an earlier request that waits for adapter pages may have claimed the sequence's adapter."""
+        return llm_request.group.adapter is not None and any(
+            self._lacks_pages(other) and not self._precedes(llm_request, other)
+            for other in self._waiting()
+            if not retrying or other.request_id in retrying
+        )
 
     def _is_to_end(self, llm_request: LlmRequest) -> bool:
         """Whether its request was stopped or is past its deadline, and its end is pending."""

@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from inflight.config import CapacityPolicy, ChunkingPolicy, SchedulingConfig, Speculation
+from inflight.config import CapacityPolicy, ChunkingPolicy, SchedulePolicy, SchedulingConfig, Speculation
 from inflight.core.kv.picture_spans import find_spans
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.stop import StopReason, StopSignal
@@ -184,6 +184,25 @@ def draw_with_failing_rows(seed: int) -> Scenario:
     return replace(scenario, breakdowns=replace(scenario.breakdowns, failing_rows=failing))
 
 
+def draw_with_longest_prefix_first(seed: int) -> Scenario:
+    """Draw the same scenario with the policy LPM and reuse, and with a later copy of each request."""
+    rng, scenario = random.Random(seed), draw(seed)
+    arrivals, count = dict(scenario.arrivals), len(scenario.requests)
+    for request in scenario.requests.values():
+        if request.request_id in scenario.invalid:
+            continue
+        at = rng.randint(0, 20)
+        copy = replace(request, request_id=request.request_id + count, arrival_time_ns=0)
+        arrivals[at] = (*arrivals.get(at, ()), copy)
+    config = replace(
+        scenario.config,
+        schedule_policy=SchedulePolicy.LPM,
+        max_overtaken=rng.choice([0, 1, 2, 5]),
+        enable_kv_cache_reuse=True,
+    )
+    return replace(scenario, arrivals=arrivals, config=config)
+
+
 def draw_with_everybody_leaving(seed: int) -> Scenario:
     """Draw the same scenario, with all requests stopped at once and a small bound of endings per iteration."""
     rng, scenario = random.Random(seed), draw(seed)
@@ -220,6 +239,7 @@ DRAWS = {
     "a bad device": draw_with_a_bad_device,
     "failing rows": draw_with_failing_rows,
     "everybody leaves": draw_with_everybody_leaving,
+    "longest prefix first": draw_with_longest_prefix_first,
 }
 """The ways to draw a scenario from a seed, by name."""
 
