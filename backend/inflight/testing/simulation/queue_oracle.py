@@ -122,9 +122,8 @@ class QueueOracle:
         self._scheduler = scheduler
         self._config = config
         self._cache = cache
-        self._overtaken: Counter[int] = (
-            Counter()
-        )  # by sequence key; without starts while the sequence was delayed
+        # By sequence key; without starts while the sequence was delayed.
+        self._overtaken: Counter[int] = Counter()
         self._started: set[int] = set()  # sequence keys
         self._present: dict[int, LlmRequest] = {}
         self._held: dict[int, Request] = {}  # by request id
@@ -265,14 +264,18 @@ class QueueOracle:
         first = [r for r in undelayed if not any(self._precedes(other, r) for other in undelayed)]
         if not first or not all(self._fits(r, claimed_blocks, is_closed) for r in first):
             return
-        # A request that lacks slots is not checked for other delays. One that lacks blocks is in the way too, if
-        # it is not certain that its adapter delays it.
+        # A request that lacks slots is not checked for other delays. With LPM, one that lacks blocks is in the way
+        # too, if it is not certain that its adapter delays it.
         free_slots = self._free_slots()
         lacking = [
             r
             for r in allowed
             if r.num_slots > free_slots
-            or (self._may_be_claimed(r, retrying) and not self._fits(r, claimed_blocks, is_closed))
+            or (
+                self._is_lpm
+                and self._may_be_claimed(r, retrying)
+                and not self._fits(r, claimed_blocks, is_closed)
+            )
         ]
         in_the_way = [r for r in lacking if not any(self._precedes(one, r) for one in first)]
         assert in_the_way, f"request {first[0].request_id} could have started"
