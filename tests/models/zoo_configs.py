@@ -122,6 +122,7 @@ _DELTA = {
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 16,
     "linear_conv_kernel_dim": 4,
+    "rms_norm_eps": 1e-5,
 }
 _GRANITE = {
     "num_key_value_heads": 2,
