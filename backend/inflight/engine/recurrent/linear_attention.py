@@ -22,7 +22,7 @@ References: Dao and Gu, Transformers are SSMs, 2024; Yang, Kautz and Hatamizadeh
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -147,13 +147,3 @@ def _in_pieces(x: Tensor, size: int = PIECE) -> Tensor:
     """Return [tokens, heads, width] as [pieces, heads, size, width], padded with zeros."""
     padded = F.pad(x, (0, 0, 0, 0, 0, -len(x) % size))
     return torch.unflatten(padded, 0, (-1, size)).transpose(1, 2)
-
-
-class LinearAttention(NamedTuple):
-    """The two functions of linear attention, in torch's operators by default."""
-
-    step: Attend = step
-    scan: Attend = scan
-
-
-BY_TORCH = LinearAttention()
