@@ -61,6 +61,7 @@ REFUSED = {
     "gemma3n-widths",
     "gemma4",
     "gemma4-moe",
+    "gemma4-unified-text",
     "gemma4-shared",
     "glm4-moe",
     "ernie4.5-moe",
