@@ -61,7 +61,7 @@ def assert_same_result(result: SequenceResult, expected: SequenceResult) -> None
         assert found == pytest.approx(wanted, abs=1e-4)
     assert (result.prompt_log_probs or ()) == pytest.approx(expected.prompt_log_probs or (), abs=1e-4)
     for found, wanted in zip(_logits(result), _logits(expected), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
 
 
 def _logits(result: SequenceResult) -> list[torch.Tensor]:

@@ -123,7 +123,7 @@ def assert_same(result: SequenceResult, expected: SequenceResult) -> None:
     assert result.finish_reasons == expected.finish_reasons
     assert result.cum_log_probs == pytest.approx(expected.cum_log_probs, abs=1e-3)
     for found, wanted in zip(_logits(result), _logits(expected), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
 
 
 def _logits(result: SequenceResult) -> list[torch.Tensor]:

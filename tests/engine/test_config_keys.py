@@ -23,12 +23,10 @@ from transformers import AutoConfig
 from inflight.errors import ConfigError
 from inflight.models import FAMILIES, ModelDescription, read_model_description
 from tests.engine.driver import Row, alone, load_engine
-from tests.models.zoo import KIMI_MLP, rename
+from tests.models.zoo import KIMI_MLP, rename, slow_decays
 from tests.tiers import with_all
 
 TOLERANCE = 1e-4
-TOLERANCES = {"kimi_linear": 5e-4}
-"""For Kimi Delta Attention, in which rounding errors grow as in gated DeltaNet (test_families.py)."""
 NUM_LAYERS = 2
 PROMPT = tuple(7 * i % 53 + 3 for i in range(30))
 
@@ -686,6 +684,7 @@ class _Oracle:
             for name, parameter in (*self._model.named_parameters(), *biases):
                 if name.endswith("bias"):  # many are initialized as 0, so that errors would not be noticed
                     parameter.normal_(0, 0.2)
+        slow_decays(self._model)
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
@@ -744,8 +743,7 @@ def _verdict(folder: Path, config: dict[str, Any], key: str, runs: list[_Run]) -
         runs.append(_Run(description, oracle.weights, row))
         expected = oracle.logits(row.tokens)
     difference = (torch.stack(row.logits) - expected[len(prompt) - 1 : -1]).abs().max().item()
-    tolerance = TOLERANCES.get(config.get("model_type", ""), TOLERANCE)
-    return "" if difference < tolerance else f"logits differ by {difference}"
+    return "" if difference < TOLERANCE else f"logits differ by {difference}"
 
 
 @pytest.mark.parametrize("family", with_all(CONFIGS, ["gpt_oss"]))

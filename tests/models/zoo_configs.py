@@ -122,6 +122,7 @@ _DELTA = {
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 16,
     "linear_conv_kernel_dim": 4,
+    "rms_norm_eps": 1e-5,
 }
 _GRANITE = {
     "num_key_value_heads": 2,
@@ -229,7 +230,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             ),
         },
     ),
-    "qwen2": ("Qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "qwen2": ("Qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True, "initializer_range": 0.25}),
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 13, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"num_key_value_heads": 4, "head_dim": 24}),
     "phi3": ("Phi3", {"num_key_value_heads": 2}),

@@ -60,7 +60,7 @@ def test_attention_without_the_triton_package_is_refused(zoo: Zoo, monkeypatch: 
 
 def test_no_batch_waits_for_a_compiler_for_its_number_of_rows() -> None:
     """No argument is specialized for the number of rows, or for an address that depends on it."""
-    from inflight.engine.cuda.kernels import attention, layers, product
+    from inflight.engine.cuda.kernels import attention, layers, product, short_convolution
     from inflight.engine.cuda.kernels.launching import PER_BATCH
 
     kernels = (attention._attend_generation, attention._add_up, attention._attend_chunk)
@@ -70,6 +70,9 @@ def test_no_batch_waits_for_a_compiler_for_its_number_of_rows() -> None:
                 assert parameter.do_not_specialize
             elif parameter.name in PER_BATCH:
                 assert parameter.do_not_specialize_on_alignment, f"{parameter.name} of {kernel.__name__}"
+    parameters = {each.name: each for each in short_convolution._convolve.params}
+    assert parameters["num_tokens"].do_not_specialize and parameters["sequence_stride"].do_not_specialize
+    assert parameters["inputs"].do_not_specialize_on_alignment
 
 
 TARGETS = pytest.mark.parametrize(
@@ -232,6 +235,20 @@ def test_linear_attention_compiles_for_a_gpu(
     assert made.shared <= shared_kib << 10 and made.spilled <= 64
     made = compiled(kernels._scan, capability, types, constants)
     assert made.shared <= shared_kib << 10 and made.spilled <= 5 * MAX_SPILLED
+
+
+@TARGETS
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_short_convolutions_compile_for_a_gpu(
+    capability: int, shared_kib: int, dtype: str, tokens: int
+) -> None:
+    from inflight.engine.cuda.kernels import short_convolution as kernels
+
+    types = dict.fromkeys(("inputs", "states", "outputs", "new_states"), f"*{dtype}")
+    types |= dict.fromkeys(("weights", "bias"), "*fp32")
+    constants = {"WIDTH": 4, "TOKENS": tokens, "COLUMNS": 128, "KEPT": 4, "HAS_BIAS": True}
+    made = compiled(kernels._convolve, capability, types, constants)
+    assert made.shared <= shared_kib << 10 and made.spilled <= 64
 
 
 @TARGETS

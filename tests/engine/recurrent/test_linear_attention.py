@@ -88,6 +88,19 @@ def test_a_scan_in_two_parts_equals_one_scan(has_beta: bool, cut: int, by_dimens
 
 @pytest.mark.parametrize("by_dimension", [False, True])
 @pytest.mark.parametrize("has_beta", [False, True])
+def test_a_scan_with_strong_decays_is_as_exact_as_steps(has_beta: bool, by_dimension: bool) -> None:
+    queries, keys, values, log_decay, beta = draw(PIECE, has_beta, by_dimension=by_dimension)
+    log_decay = 10 * log_decay
+    exact, state = draw_state().double()[None], draw_state()
+    for place in range(PIECE):
+        rows = (each[place : place + 1].double() for each in (queries, keys, values, log_decay))
+        _, exact = step(*rows, None if beta is None else beta[place : place + 1].double(), exact)
+    _, found = scan(queries, keys, values, log_decay, beta, state)
+    assert (found - exact[0]).norm() < 2e-7 * exact.norm()
+
+
+@pytest.mark.parametrize("by_dimension", [False, True])
+@pytest.mark.parametrize("has_beta", [False, True])
 def test_steps_of_many_sequences_equal_a_scan_of_each(has_beta: bool, by_dimension: bool) -> None:
     sequences = [draw(20, has_beta, seed, by_dimension) for seed in range(4)]
     states = torch.stack([draw_state(seed) for seed in range(4)])

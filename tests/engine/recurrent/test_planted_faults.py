@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from inflight.engine.layers import decoder
 from inflight.engine.recurrent.states import RecurrentStates
+from inflight.models.recurrent import GatedDelta, RecurrentWeights
+from tests.engine.driver import alone, load_engine
 from tests.engine.everything import assert_as_transformers, some_of_everything
 from tests.engine.kernels import by_default_and
 from tests.engine.serving import config_of, load, serve
+from tests.engine.test_families import TOLERANCE
 from tests.models.zoo import Zoo
 from tests.tiers import with_all
 
@@ -124,3 +128,38 @@ def test_a_fault_in_the_states_is_detected(
     with pytest.raises(AssertionError):
         for _ in range(2):
             assert_as_transformers(model, serve(engine, config_of("chunked"), requests), requests)
+
+
+def slower_decays(config: GatedDelta, weights: RecurrentWeights) -> tuple[GatedDelta, RecurrentWeights]:
+    """Plant a fault: logarithms of decays are wrong by a thousandth."""
+    assert weights.decay is not None
+    return config, replace(weights, decay=weights.decay * 0.999)
+
+
+def shifted_convolution(config: GatedDelta, weights: RecurrentWeights) -> tuple[GatedDelta, RecurrentWeights]:
+    """Plant a fault: the convolution's weights are those of the next token."""
+    return config, replace(weights, conv=weights.conv.roll(1, dims=1))
+
+
+def larger_epsilon(config: GatedDelta, weights: RecurrentWeights) -> tuple[GatedDelta, RecurrentWeights]:
+    """Plant a fault: the epsilon of the norm after linear attention is wrong by a tenth."""
+    return replace(config, norm_eps=1.1 * config.norm_eps), weights
+
+
+@pytest.mark.parametrize("change", [slower_decays, shifted_convolution, larger_epsilon])
+@pytest.mark.parametrize(
+    "case", with_all(["qwen3.5", "qwen3.5-moe", "qwen3-next", "olmo-hybrid"], ["qwen3.5"])
+)
+def test_a_small_fault_exceeds_the_bound_of_logits_by_far(
+    zoo: Zoo, case: str, change: Callable[..., Any], monkeypatch: Patch
+) -> None:
+    """The bound is meaningful only if random models neither hide errors nor enlarge rounding errors up to it."""
+    make = decoder.make_mixer
+    monkeypatch.setattr(
+        decoder, "make_mixer", lambda config, weights, *others: make(*change(config, weights), *others)
+    )
+    model = zoo[case]
+    prompt = model.prompt(27)
+    row = alone(load_engine(model.folder, kernels="torch"), prompt, 40)
+    expected = model.logits(row.tokens)[len(prompt) - 1 : -1]
+    assert (torch.stack(row.logits) - expected).abs().max() > 30 * TOLERANCE

@@ -150,8 +150,8 @@ class Decoder:
             return None
         name = self.config.recurrent_activation
         activation = self._operations.activation if name is None else ACTIVATIONS[name]
-        sum_over_ranks, attention = self._collectives.all_reduce, self._operations.linear_attention
-        return make_mixer(self._held.recurrent, weights, activation, sum_over_ranks, attention)
+        sum_over_ranks, operations = self._collectives.all_reduce, self._operations.recurrent
+        return make_mixer(self._held.recurrent, weights, activation, sum_over_ranks, operations)
 
     def _find_section_factors(self) -> Tensor | None:
         """Return the factors of the outputs of recurrent layers' input projections, [columns]; None: all are 1."""

@@ -7,18 +7,17 @@ from typing import Any
 
 from torch import Tensor
 
-from inflight.engine.cuda.kernels import linear_attention
+from inflight.engine.cuda.kernels import linear_attention, short_convolution
 from inflight.engine.cuda.kernels.layers import ACTIVATIONS, add_norm, gated_activation, rotate_and_write
 from inflight.engine.kv_cache import KvCache
 from inflight.engine.layers.layer_operations import LayerOperations
-from inflight.engine.recurrent.linear_attention import BY_TORCH, LinearAttention
 from inflight.models import DecoderConfig
 from inflight.models.decoder_weights import Norm
 from inflight.models.recurrent import GatedDelta, KimiDelta, Mamba2
 
 ADD_NORM, HEADS, ACTIVATION = "sum and norm", "rotation and KV cache", "activation"
-LINEAR_ATTENTION = "linear attention"
-PARTS = frozenset({ADD_NORM, HEADS, ACTIVATION, LINEAR_ATTENTION})
+LINEAR_ATTENTION, SHORT_CONVOLUTION = "linear attention", "short convolution"
+PARTS = frozenset({ADD_NORM, HEADS, ACTIVATION, LINEAR_ATTENTION, SHORT_CONVOLUTION})
 
 
 class KernelLayerOperations(LayerOperations):
@@ -44,13 +43,16 @@ class KernelLayerOperations(LayerOperations):
             and decoder.clamped_swiglu is None
             and decoder.activation in ACTIVATIONS,
             LINEAR_ATTENTION: isinstance(decoder.recurrent, (GatedDelta, KimiDelta, Mamba2)),
+            SHORT_CONVOLUTION: decoder.recurrent is not None,
         }
         self.parts = frozenset(part for part in parts if fitting[part])
         if LINEAR_ATTENTION in self.parts:
             # Kimi Delta Attention has a decay for each dimension of keys, which only one of the kernels takes.
-            by_dimension = isinstance(decoder.recurrent, KimiDelta)
-            scan = BY_TORCH.scan if by_dimension else linear_attention.scan
-            self.linear_attention = LinearAttention(linear_attention.step, scan)
+            self.recurrent = self.recurrent._replace(step=linear_attention.step)
+            if not isinstance(decoder.recurrent, KimiDelta):
+                self.recurrent = self.recurrent._replace(scan=linear_attention.scan)
+        if SHORT_CONVOLUTION in self.parts:
+            self.recurrent = self.recurrent._replace(convolve=short_convolution.convolve)
 
     def add_norm(self, x: Tensor, computed: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
         """Compute sum and RMSNorm with one kernel; with a LayerNorm or no norm, use torch's operators."""

@@ -19,7 +19,7 @@ from inflight.engine.kv_quantization import KvQuantization
 from inflight.engine.layers.layer_operations import LayerOperations
 from inflight.models import DecoderConfig
 from inflight.models.decoder_weights import Norm
-from inflight.models.recurrent import KimiDelta, Mamba2, RecurrentConfig
+from inflight.models.recurrent import KimiDelta, Mamba2, RecurrentConfig, total_size
 
 _ROWS = (1, 63, 64, 65, 128, 129)
 _TOLERANCE = 0.05  # results are around 1, and half precision has errors of some hundredths of the largest
@@ -119,6 +119,7 @@ def _results(
         yield from _heads(operations, decoder.only(0), num_rows, dtype, device, random, quantization)
     if decoder.recurrent is not None:
         yield from _linear_attention(operations, decoder.recurrent, num_rows, random)
+        yield from _short_convolution(operations, decoder.recurrent, num_rows, random)
     inner = random(num_rows, decoder.intermediate_size * (2 if decoder.gated_mlp else 1))
     parameters = random(4) if decoder.activation == "xielu" else None
     yield "an activation", operations.activate(inner, parameters)
@@ -140,11 +141,11 @@ def _linear_attention(
     log_decay = -draw(num_rows, heads, *([key_dim] if by_dimension else [])).abs() / 4
     beta = None if isinstance(recurrent, Mamba2) else draw(num_rows, heads).sigmoid()
     given = queries, keys, values, log_decay, beta
-    read, state = operations.linear_attention.scan(*given, draw(heads, key_dim, value_dim))
+    read, state = operations.recurrent.scan(*given, draw(heads, key_dim, value_dim))
     yield "a prompt's linear attention", read
     yield "a prompt's state of linear attention", state
     states = draw(min(num_rows, _STEPS), heads, key_dim, value_dim)
-    read, states = operations.linear_attention.step(
+    read, states = operations.recurrent.step(
         queries[:_STEPS],
         keys[:_STEPS],
         values[:_STEPS],
@@ -154,6 +155,18 @@ def _linear_attention(
     )
     yield "generation's linear attention", read
     yield "generation's states of linear attention", states
+
+
+def _short_convolution(
+    operations: LayerOperations, recurrent: RecurrentConfig, num_rows: int, random: Callable[..., Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    columns, width = total_size(recurrent.conv_sections), recurrent.conv_width
+    weights, bias = random(columns, width, of=torch.float32) / 2, random(columns, of=torch.float32) / 2
+    for what, shape in (("a prompt", (1, num_rows)), ("generation", (num_rows, 1))):
+        inputs, states = random(*shape, columns), random(shape[0], width - 1, columns)
+        outputs, new_states = operations.recurrent.convolve(inputs, states, weights, bias)
+        yield f"the short convolution of {what}", outputs
+        yield f"its state after {what}", new_states
 
 
 def _heads(

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.engine.kv_cache import KvCache
-from inflight.engine.recurrent.linear_attention import BY_TORCH
+from inflight.engine.recurrent.operations import BY_TORCH
 from inflight.models import DecoderConfig
 from inflight.models.decoder_weights import Norm
 
@@ -40,10 +40,10 @@ class LayerOperations:
         decoder: The argument of the same name.
         activation: The model's activation function; it raises ValueError for xIELU, whose parameters differ
             by layer.
-        linear_attention: The functions of recurrent layers with linear attention.
+        recurrent: The operations of recurrent layers.
     """
 
-    linear_attention = BY_TORCH
+    recurrent = BY_TORCH
 
     def __init__(self, decoder: DecoderConfig) -> None:
         self.decoder = decoder

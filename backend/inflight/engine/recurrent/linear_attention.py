@@ -13,7 +13,8 @@ In Kimi Delta Attention every row of S, that is, every dimension of keys, has it
 `step` computes one token of each of many sequences. `scan` computes many tokens of one sequence in pieces of
 `PIECE` tokens: within a piece in parallel, as attention with a mask of decays; from piece to piece by the state.
 If each dimension of keys has its own decay, the mask applies before dimensions are summed, which takes more
-memory, so pieces are shorter.
+memory, so pieces are shorter. Logarithms of decays are summed over a piece in float64: the difference of two large
+sums would be inexact in float32.
 
 References: Dao and Gu, Transformers are SSMs, 2024; Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024.
 """
@@ -21,7 +22,7 @@ References: Dao and Gu, Transformers are SSMs, 2024; Yang, Kautz and Hatamizadeh
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -82,10 +83,12 @@ def scan(
         return _scan_dimensions(queries, keys, values, log_decay, beta, state)
     num_tokens = queries.shape[0]
     queries, keys, values = (_in_pieces(each) for each in (queries, keys, values))
-    total_decay = _in_pieces(log_decay.unsqueeze(-1)).squeeze(-1).cumsum(-1)
+    total_decay = _in_pieces(log_decay.unsqueeze(-1)).squeeze(-1).cumsum(-1, dtype=torch.float64)
     # The decay between any two tokens of a piece, [later, earlier].
-    between = (total_decay.unsqueeze(-1) - total_decay.unsqueeze(-2)).tril().exp().tril()
-    since_begin, until_end = total_decay.exp().unsqueeze(-1), (total_decay[..., -1:] - total_decay).exp()
+    between = (total_decay.unsqueeze(-1) - total_decay.unsqueeze(-2)).float().tril().exp().tril()
+    until_end = (total_decay[..., -1:] - total_decay).float().exp()
+    total_decay = total_decay.float()
+    since_begin = total_decay.exp().unsqueeze(-1)
     within = (queries @ keys.mT) * between
     read_before = None
     if beta is not None:
@@ -113,14 +116,14 @@ def _scan_dimensions(
 ) -> tuple[Tensor, Tensor]:
     """Compute `scan` where each dimension of keys has its own decay."""
     num_tokens, size = queries.shape[0], DIMENSION_PIECE
-    all_decays = _in_pieces(log_decay, size).cumsum(-2)
+    all_decays = _in_pieces(log_decay, size).cumsum(-2, dtype=torch.float64)
     weights = None if beta is None else _in_pieces(beta.unsqueeze(-1), size)
     is_later = torch.ones(size, size, dtype=torch.bool, device=queries.device).triu(1)[..., None]
     queries, keys, values = (_in_pieces(each, size) for each in (queries, keys, values))
     outputs = torch.empty_like(values)
     for piece, (query, key, value, total) in enumerate(zip(queries, keys, values, all_decays, strict=True)):
-        between = (total.unsqueeze(-2) - total.unsqueeze(-3)).masked_fill(is_later, -torch.inf).exp()
-        since_begin = total.exp()
+        between = (total.unsqueeze(-2) - total.unsqueeze(-3)).float().masked_fill(is_later, -torch.inf).exp()
+        since_begin = total.float().exp()
         written = value
         if weights is not None:
             weighed = key * weights[piece]
@@ -129,7 +132,7 @@ def _scan_dimensions(
             written = _solve(system, written)
         within = (query.unsqueeze(-2) * key.unsqueeze(-3) * between).sum(-1)
         outputs[piece] = (query * since_begin) @ state + within @ written
-        until_end = (total[:, -1:] - total).exp()
+        until_end = (total[:, -1:] - total).float().exp()
         state = state * since_begin[:, -1].unsqueeze(-1) + (key * until_end).mT @ written
     return outputs.transpose(1, 2).flatten(0, 1)[:num_tokens], state
 
@@ -144,13 +147,3 @@ def _in_pieces(x: Tensor, size: int = PIECE) -> Tensor:
     """Return [tokens, heads, width] as [pieces, heads, size, width], padded with zeros."""
     padded = F.pad(x, (0, 0, 0, 0, 0, -len(x) % size))
     return torch.unflatten(padded, 0, (-1, size)).transpose(1, 2)
-
-
-class LinearAttention(NamedTuple):
-    """The two functions of linear attention, in torch's operators by default."""
-
-    step: Attend = step
-    scan: Attend = scan
-
-
-BY_TORCH = LinearAttention()

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inflight.engine.recurrent.linear_attention import BY_TORCH, Attend, LinearAttention
+from inflight.engine.recurrent.linear_attention import Attend
+from inflight.engine.recurrent.operations import BY_TORCH, RecurrentOperations
 from inflight.models.recurrent import (
     GatedDelta,
     KimiDelta,
@@ -40,15 +41,18 @@ class Mixer(ABC):
     Args:
         weights: The layer's weights.
         activation: Activation after the convolution; not used by `ShortConvMixer`.
-        attention: The functions of linear attention, if the layer has it.
+        operations: Linear attention and the short convolution.
     """
 
     def __init__(
-        self, weights: RecurrentWeights, activation: Callable[[Tensor], Tensor], attention: LinearAttention
+        self,
+        weights: RecurrentWeights,
+        activation: Callable[[Tensor], Tensor],
+        operations: RecurrentOperations,
     ) -> None:
         self._weights = weights
         self._activation = activation
-        self._attention = attention
+        self._operations = operations
 
     def scan(self, projected: Tensor, state: State) -> tuple[Tensor, State]:
         """Compute the next tokens of one sequence.
@@ -60,30 +64,18 @@ class Mixer(ABC):
         Returns:
             Rows for `finish`, [tokens, output_width], and the state after the last token.
         """
-        inputs = self._conv_inputs(projected)
-        known = torch.cat((state[0], inputs))
-        weights = self._weights
-        convolved = F.conv1d(
-            known.T.float().contiguous().unsqueeze(0),
-            weights.conv.unsqueeze(1),
-            weights.conv_bias,
-            groups=len(weights.conv),
-        )
-        rows = convolved.squeeze(0).T.to(projected.dtype)
-        output, new_state = self._read(rows, projected, state[1], self._attention.scan)
-        return output, (known[len(inputs) :].clone(), new_state)
+        rows, conv = self._convolve(self._conv_inputs(projected)[None], state[0][None])
+        output, new_state = self._read(rows.squeeze(0), projected, state[1], self._operations.scan)
+        return output, (conv.squeeze(0), new_state)
 
     def step(self, projected: Tensor, states: State) -> tuple[Tensor, State]:
         """Compute the next token of each sequence: as `scan`, but rows and states are [sequences, …]."""
-        inputs = self._conv_inputs(projected)
-        known = torch.cat((states[0], inputs.unsqueeze(1)), dim=1)
-        convolved = (known.float() * self._weights.conv.T).sum(1)
-        if self._weights.conv_bias is not None:
-            convolved = convolved + self._weights.conv_bias
-        output, new_states = self._read(
-            convolved.to(projected.dtype), projected, states[1], self._attention.step
-        )
-        return output, (known[:, 1:], new_states)
+        rows, conv = self._convolve(self._conv_inputs(projected).unsqueeze(1), states[0])
+        output, new_states = self._read(rows.squeeze(1), projected, states[1], self._operations.step)
+        return output, (conv, new_states)
+
+    def _convolve(self, inputs: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        return self._operations.convolve(inputs, states, self._weights.conv, self._weights.conv_bias)
 
     def finish(self, rows: Tensor) -> Tensor:
         """Return the input of the output projection, [rows, output_width], given the results of `scan` and `step`.
@@ -111,9 +103,9 @@ class GatedDeltaMixer(Mixer):
         config: GatedDelta,
         weights: RecurrentWeights,
         activation: Callable[[Tensor], Tensor],
-        attention: LinearAttention,
+        operations: RecurrentOperations,
     ) -> None:
-        super().__init__(weights, activation, attention)
+        super().__init__(weights, activation, operations)
         self._config = config
 
     def _read(
@@ -152,9 +144,9 @@ class KimiDeltaMixer(Mixer):
         config: KimiDelta,
         weights: RecurrentWeights,
         activation: Callable[[Tensor], Tensor],
-        attention: LinearAttention,
+        operations: RecurrentOperations,
     ) -> None:
-        super().__init__(weights, activation, attention)
+        super().__init__(weights, activation, operations)
         self._config = config
 
     def _read(
@@ -195,10 +187,10 @@ class Mamba2Mixer(Mixer):
         config: Mamba2,
         weights: RecurrentWeights,
         activation: Callable[[Tensor], Tensor],
-        attention: LinearAttention,
+        operations: RecurrentOperations,
         all_reduce: Sum,
     ) -> None:
-        super().__init__(weights, activation, attention)
+        super().__init__(weights, activation, operations)
         self._config = config
         self._all_reduce = all_reduce
 
@@ -271,7 +263,7 @@ def make_mixer(
     weights: RecurrentWeights,
     activation: Callable[[Tensor], Tensor],
     all_reduce: Sum = lambda tensor: tensor,
-    attention: LinearAttention = BY_TORCH,
+    operations: RecurrentOperations = BY_TORCH,
 ) -> Mixer:
     """Return the mixer of a layer.
 
@@ -280,15 +272,15 @@ def make_mixer(
         weights: This rank's weights.
         activation: Activation after the convolution; not used by `ShortConv`.
         all_reduce: Sums a tensor over the ranks that share the layer.
-        attention: The functions of linear attention.
+        operations: Linear attention and the short convolution.
     """
     if isinstance(config, GatedDelta):
-        return GatedDeltaMixer(config, weights, activation, attention)
+        return GatedDeltaMixer(config, weights, activation, operations)
     if isinstance(config, KimiDelta):
-        return KimiDeltaMixer(config, weights, activation, attention)
+        return KimiDeltaMixer(config, weights, activation, operations)
     if isinstance(config, Mamba2):
-        return Mamba2Mixer(config, weights, activation, attention, all_reduce)
-    return ShortConvMixer(weights, activation, attention)
+        return Mamba2Mixer(config, weights, activation, operations, all_reduce)
+    return ShortConvMixer(weights, activation, operations)
 
 
 def empty_state(config: RecurrentConfig, dtype: torch.dtype, device: torch.device, *leading: int) -> State:

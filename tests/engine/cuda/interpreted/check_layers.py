@@ -18,7 +18,14 @@ from inflight.engine import load_decoder
 from inflight.engine.attention.by_kernels import KernelAttention
 from inflight.engine.attention.gathering import by_plain_products
 from inflight.engine.cuda import row_kernels
-from inflight.engine.cuda.kernels import attention, layers, linear_attention, peaks, product
+from inflight.engine.cuda.kernels import (
+    attention,
+    layers,
+    linear_attention,
+    peaks,
+    product,
+    short_convolution,
+)
 from inflight.engine.cuda.kernels import quantize as float8_kernel
 from inflight.engine.cuda.kernels.launching import launch
 from inflight.engine.cuda.kernels.linear_attention import PIECE
@@ -32,6 +39,7 @@ from inflight.engine.layers.kernel_operations import (
     ADD_NORM,
     HEADS,
     LINEAR_ATTENTION,
+    SHORT_CONVOLUTION,
     KernelLayerOperations,
 )
 from inflight.engine.layers.layer_check import (
@@ -43,7 +51,7 @@ from inflight.engine.layers.layer_operations import LayerOperations
 from inflight.engine.layers.quantized_linear import find_float8_quantizer, float8_reference, quantize_float8
 from inflight.engine.packing import pack
 from inflight.engine.quantize import quantize_int8
-from inflight.engine.recurrent.linear_attention import BY_TORCH
+from inflight.engine.recurrent.operations import BY_TORCH
 from inflight.models import DecoderConfig, read_model_description
 from inflight.models.rope_config import RopeConfig
 from inflight.models.sharding import Part
@@ -226,7 +234,7 @@ def test_tokens_equal_those_of_the_model(zoo: Zoo, case: str, parts: set[str]) -
         assert row.generated == model.greedy(row.tokens[: row.prompt_length], len(row.generated))
 
 
-@pytest.mark.parametrize("case", ["qwen3.5", "granite-hybrid", "kimi-linear"])
+@pytest.mark.parametrize("case", ["qwen3.5", "granite-hybrid", "kimi-linear", "lfm2"])
 def test_tokens_of_recurrent_layers_equal_those_of_the_model(
     zoo: Zoo, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,7 +242,8 @@ def test_tokens_of_recurrent_layers_equal_those_of_the_model(
     monkeypatch.setattr(load_decoder, "find_operations", lambda held, *_: KernelLayerOperations(held))
     model = zoo[case]
     engine = load_engine(model.folder, dtype="float32", kernels="torch", max_num_sequences=2)
-    assert LINEAR_ATTENTION in engine.runner.decoder._operations.parts
+    parts = engine.runner.decoder._operations.parts
+    assert SHORT_CONVOLUTION in parts and (LINEAR_ATTENTION in parts or case == "lfm2")
     driver = Driver(engine)
     rows = [driver.start(model.prompt(length, length)) for length in (5, 2 * PIECE + 7)]
     driver.step({rows[0]: 5})
@@ -324,6 +333,35 @@ def test_linear_attention_equals_that_of_torch(
         found = kernel(queries, keys, values, *given)
         expected = function(queries, keys, values, *given)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize(("columns", "width"), [(7, 1), (200, 3), (129, 4), (128, 5)])
+@pytest.mark.parametrize(("num_sequences", "num_tokens"), [(1, 2), (1, 16), (1, 50), (5, 1), (3, 3)])
+def test_short_convolutions_equal_those_of_torch(
+    num_sequences: int, num_tokens: int, columns: int, width: int, dtype: torch.dtype
+) -> None:
+    draw = torch.Generator().manual_seed(num_tokens)
+    rows = torch.randn((num_sequences, num_tokens, columns + 9), generator=draw).to(dtype)
+    states = torch.randn((num_sequences, width - 1, columns), generator=draw).to(dtype)
+    weights = torch.randn((columns, width), generator=draw)
+    for bias in (None, torch.randn(columns, generator=draw)):
+        given = rows[..., 4 : columns + 4], states, weights, bias
+        found, new_states = short_convolution.convolve(*given)
+        expected, expected_states = BY_TORCH.convolve(*given)
+        assert found.dtype == dtype and torch.equal(new_states, expected_states)
+        torch.testing.assert_close(found, expected, rtol=0, atol=BOUNDS[dtype])
+
+
+def test_a_load_detects_a_wrong_short_convolution(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inflight.engine.layers.layer_check._ROWS", (3,))
+    decoder = decoder_of(zoo, "lfm2")
+    convolve = short_convolution.convolve
+    given = LayerOperations(decoder), torch.float32, CPU
+    check_operations(KernelLayerOperations(decoder), *given)
+    monkeypatch.setattr(short_convolution, "convolve", lambda *each: convolve(*each[:3], None))
+    with pytest.raises(IsOff, match="short convolution of a prompt of 3 rows is wrong"):
+        check_operations(KernelLayerOperations(decoder), *given)
 
 
 @pytest.mark.parametrize("size", [1, 5, 4095, 4096, 4097, 20_000])
