@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from inflight_client.chat import chat
 from inflight_client.errors import ServerError
@@ -157,9 +157,16 @@ def _installation() -> str:
     return f"pip install {package}"
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser, also of each subcommand, that answers an error with one line and no list of options."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n{self.prog} --help lists the options\n")
+
+
 def _parse(arguments: Seq[str] | None) -> argparse.Namespace:
     program = sys.argv[0] if _is_command_of_inflight() else "python -m inflight_client"
-    parser = argparse.ArgumentParser(prog=program, description="Ask the server for text.")
+    parser = _Parser(prog=program, description="Ask the server for text.")
     parser.add_argument("--version", action="version", version=f"inflight {_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     generate = commands.add_parser("generate", help="continue a prompt and print the answer")

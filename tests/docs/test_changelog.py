@@ -1,4 +1,4 @@
-"""CHANGELOG.md, the packages, `inflight --version` and the tag that docs/contributing.md names have the same version."""
+"""CHANGELOG.md, the packages, `inflight --version` and the tag in docs/contributing.md have the same version."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
         help="port (default: %(default)s; 0: any free one)",
     )
     add("--metrics-url", default="", metavar="URL", help="Triton's metrics page, for /metrics")
-    add("--pictures", type=Path, metavar="SOCKET", help="of the process that encodes pictures")
+    add("--pictures", type=Path, metavar="SOCKET", help="socket of the process that encodes pictures")
     add(
         "--exit-timeout",
         type=int,
