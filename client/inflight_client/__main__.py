@@ -268,8 +268,8 @@ def _add_choosing(generate: argparse.ArgumentParser) -> None:
         type=int,
         dest="prompt_lookup_num_tokens",
         metavar="N",
-        help="draft up to N tokens at a time from earlier text: faster if text repeats, and the same text in "
-        "float32",
+        help="draft up to N tokens at a time from earlier text: faster if text repeats itself; in "
+        "float32 the text stays the same",
     )
     group.add_argument(
         "--guide-type", choices=GUIDE_TYPES, help="the answer's format; all types except json need --guide"

@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 class Treatment(Enum):
-    """The treatment of a field."""
+    """How a field of TensorRT-LLM's classes is treated."""
 
     WORKS = "works"
     IGNORED = "ignored"

@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--tokenizer",
         metavar="DIR",
-        help="with --triton: the checkpoint's folder, its weights are not needed",
+        help="with --triton: the checkpoint's folder (its weights are not needed)",
     )
     add(
         "--triton-model",

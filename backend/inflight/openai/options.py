@@ -172,7 +172,7 @@ def _add_listening_arguments(add: Callable[..., argparse.Action]) -> None:
         metavar="SIZE",
         type=_size,
         default=MAX_BODY_BYTES,
-        help="largest body of a request to /v1, in bytes, or as 64M (default: 16M)",
+        help="largest body of a request to /v1, in bytes, or with a unit such as 64M (default: 16M)",
     )
     add(
         "--ssl-certfile",
@@ -315,7 +315,7 @@ def _origins(text: str) -> tuple[str, ...]:
     origins = [origin.strip() if isinstance(origin, str) else origin for origin in found]
     for origin in origins:
         if origin != "*" and not _is_origin(origin):
-            raise argparse.ArgumentTypeError(f"{origin!r} is no origin, expected one as https://chat.example")
+            raise argparse.ArgumentTypeError(f"{origin!r} is not an origin, expected one such as https://chat.example")
     return tuple(origins)
 
 
@@ -330,7 +330,7 @@ def _hosts(text: str) -> tuple[str, ...]:
     hosts = tuple(host.strip().lower() for host in text.split(","))
     for host in hosts:
         if _HOST.fullmatch(host) is None:
-            raise argparse.ArgumentTypeError(f"{host!r} is no host, expected one as images.example.com")
+            raise argparse.ArgumentTypeError(f"{host!r} is not a host name, expected one such as images.example.com")
     return hosts
 
 

@@ -71,7 +71,8 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=CACHE_BYTES,
         metavar="N",
-        help="memory for embeddings of pictures, which are kept for further prompts with the same pictures (default: %(default)s)",
+        help="memory for embeddings of pictures, which are kept for further prompts with the same pictures "
+        "(default: %(default)s)",
     )
     add(
         "--log-format",
