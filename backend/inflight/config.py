@@ -130,10 +130,10 @@ class SchedulingConfig:
         enable_chunked_context: Whether to split long prompts; a prompt may then exceed max_num_tokens.
         context_chunking_policy: Rule for which contexts get the remaining tokens. Used only with
             enable_chunked_context.
-        max_queue_size: Maximum number of waiting sequences with at least the priority of a new request.
+        max_queue_size: A new request is refused if this many sequences of its priority or a higher one wait.
         max_num_requests: Maximum number of active requests, including waiting ones; negative: no limit.
-        sequences_per_iteration: Maximum number of sequences that an iteration ends because of a client, a
-            deadline or an event; more sequences end in later iterations. Sequences of one request end
+        sequences_per_iteration: Maximum number of sequences that an iteration ends for a client (stop or cancellation), a
+            deadline or an error; more sequences end in later iterations. Sequences of one request end
             together.
         kv_event_buffer_size: Number of KV cache events kept until they are fetched; 0: no events are made.
         has_block_store: Whether KV blocks are saved in host memory or files.
@@ -418,7 +418,7 @@ class Parameters:
     exclude_input_in_output: bool | None = parameter(
         None,
         BOOLEAN,
-        "leave the prompt out unless a request says otherwise; default: as tensorrt_llm, and there false",
+        "leave the prompt out unless a request says otherwise; default: false, for front ends the value of tensorrt_llm",
         _MODELS,
     )
     ignored_request_parameters: tuple[str, ...] = parameter(

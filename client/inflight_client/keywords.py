@@ -83,7 +83,9 @@ ENDING = {
 QUEUEING = {
     "priority": _number("priority", _FLOAT, help="0 to 1, 0.5 by default; higher ones start first"),
     "client_id": _number("client_id", _UINT64, help="clients of one priority take turns"),
-    "allotted_time_ms": _number("allotted_time_ms", _INT, help="end with TIMED_OUT after this many milliseconds"),
+    "allotted_time_ms": _number(
+        "allotted_time_ms", _INT, help="end with TIMED_OUT after this many milliseconds"
+    ),
     "cache_salt_id": _number(
         "cache_salt_id", _UINT64, help="reuse cached prompts only of requests with the same number"
     ),

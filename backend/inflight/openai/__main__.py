@@ -122,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=30,
         metavar="SECONDS",
-        help="for requests in flight at the end (default: %(default)s)",
+        help="seconds that requests in flight get to finish (default: %(default)s)",
     )
     add(
         "--log-format",

@@ -164,7 +164,7 @@ def _add_listening_arguments(add: Callable[..., argparse.Action]) -> None:
         metavar="ORIGINS",
         type=_origins,
         default=(),
-        help="origins of web pages that may use /v1: a JSON list as '[\"https://chat.example\"]', or origins "
+        help="origins of web pages that may use /v1: a JSON list such as '[\"https://chat.example\"]', or origins "
         "separated by commas; * for all (default: only the playground's own)",
     )
     add(
@@ -315,7 +315,9 @@ def _origins(text: str) -> tuple[str, ...]:
     origins = [origin.strip() if isinstance(origin, str) else origin for origin in found]
     for origin in origins:
         if origin != "*" and not _is_origin(origin):
-            raise argparse.ArgumentTypeError(f"{origin!r} is not an origin, expected one such as https://chat.example")
+            raise argparse.ArgumentTypeError(
+                f"{origin!r} is not an origin, expected one such as https://chat.example"
+            )
     return tuple(origins)
 
 
@@ -330,7 +332,9 @@ def _hosts(text: str) -> tuple[str, ...]:
     hosts = tuple(host.strip().lower() for host in text.split(","))
     for host in hosts:
         if _HOST.fullmatch(host) is None:
-            raise argparse.ArgumentTypeError(f"{host!r} is not a host name, expected one such as images.example.com")
+            raise argparse.ArgumentTypeError(
+                f"{host!r} is not a host name, expected one such as images.example.com"
+            )
     return hosts
 
 

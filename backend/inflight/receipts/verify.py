@@ -197,7 +197,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", metavar="DIR_OR_HF_ID", help="the model that the receipt names (default: the demo model)")
     add("--revision", metavar="REVISION", help="branch, tag or commit of a --model from the Hugging Face hub")
     add("--lora", type=Path, metavar="FOLDER", help="PEFT folder of the request's adapter")
-    add("--key", type=Path, metavar="FILE", help="check the signature with this key; without a key it is not checked")
+    add(
+        "--key",
+        type=Path,
+        metavar="FILE",
+        help="check the signature with this key; without a key it is not checked",
+    )
     add("--set", metavar="KEY=VALUE", type=setting, action="append", default=[], help="as for scripts/serve")
     return parser
 

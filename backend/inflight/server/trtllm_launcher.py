@@ -86,7 +86,7 @@ def parser(model_repository: Path) -> argparse.ArgumentParser:
     add("--multimodal_gpu0_cuda_mem_pool_bytes", type=int, default=0, help="accepted without effect")
     add("--oversubscribe", action="store_true", help="allow more ranks than cores")
     add("--trtllm_llmapi_launch", action="store_true", help="accepted without effect")
-    add("--exit_timeout", type=seconds, help="seconds for requests in flight at the end")
+    add("--exit_timeout", type=seconds, help="seconds that requests in flight get to finish")
     return made
 
 
