@@ -132,9 +132,9 @@ class SchedulingConfig:
             enable_chunked_context.
         max_queue_size: A new request is refused if this many sequences of its priority or a higher one wait.
         max_num_requests: Maximum number of active requests, including waiting ones; negative: no limit.
-        sequences_per_iteration: Maximum number of sequences that an iteration ends for a client (stop or cancellation), a
-            deadline or an error; more sequences end in later iterations. Sequences of one request end
-            together.
+        sequences_per_iteration: Maximum number of sequences that an iteration ends because of a stop, a
+            cancellation, a deadline or an error; more sequences end in later iterations. Sequences of one
+            request end together.
         kv_event_buffer_size: Number of KV cache events kept until they are fetched; 0: no events are made.
         has_block_store: Whether KV blocks are saved in host memory or files.
     """
@@ -257,7 +257,7 @@ class EngineConfig:
     implementation: str | None = parameter(
         None,
         choice("torch", "transformers", "tensorrt"),
-        "torch: the layers of this server; transformers: its modelling code, slower, for all other families; "
+        "torch: the layers of this server; transformers: the code of that library, slower, for all other families; "
         "tensorrt: plans of scripts/build; default: by the checkpoint's family",
         key="engine",
     )
@@ -418,7 +418,7 @@ class Parameters:
     exclude_input_in_output: bool | None = parameter(
         None,
         BOOLEAN,
-        "leave the prompt out unless a request says otherwise; default: false, for front ends the value of tensorrt_llm",
+        "leave the prompt out unless a request says otherwise; default: that of tensorrt_llm, or false",
         _MODELS,
     )
     ignored_request_parameters: tuple[str, ...] = parameter(

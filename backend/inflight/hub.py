@@ -206,7 +206,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m inflight.hub", description="Download a checkpoint from the Hugging Face hub."
     )
-    parser.add_argument("model", metavar="DIR_OR_HF_ID", help="as the --model of scripts/serve")
+    parser.add_argument("model", metavar="DIR_OR_HF_ID", help="as --model of scripts/serve")
     parser.add_argument("--revision", help="branch, tag or commit (default: main)")
     return parser.parse_args(arguments)
 

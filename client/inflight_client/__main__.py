@@ -246,7 +246,9 @@ def _add_adapters(adapters: argparse.ArgumentParser) -> None:
         help="free an adapter's memory once no request uses it",
     )
     adapters.add_argument(
-        "--path", metavar="FOLDER", help="with --load: the folder of a new name, below lora_dir"
+        "--path",
+        metavar="FOLDER",
+        help="with --load: folder of an adapter that the server has no name for yet, below its lora_dir",
     )
     _add_server(adapters, "the model to ask, tensorrt_llm by default")
 

@@ -98,7 +98,7 @@ def _of(owner: type, **notes: _Note) -> list[FieldNote]:
 
 
 _NO_ENCODER = "no model here has an encoder"
-_NO_IMAGES = "no model here takes images, sound or video"
+_NO_IMAGES = "the Executor takes no pictures: a prompt brings their embeddings in prompt_tuning_config"
 
 _ONE_SERVER = "context and generation are computed in one place; nothing is handed over to another server"
 _OWN_DRAFTS = (
@@ -223,8 +223,10 @@ _PARTS_OF_REQUESTS = [
         token_range_retention_configs=_works("ranges of the prompt"),
         decode_retention_priority=_works("priority of blocks of generated tokens"),
         decode_duration_ms=_works("counts from the time when no sequence holds the block"),
-        transfer_mode=_refused("KV blocks are not written to files", KvCacheTransferMode.DRAM),
-        directory=_refused("KV blocks are not written to files", ""),
+        transfer_mode=_refused(
+            "a request cannot choose which KV blocks are written to files", KvCacheTransferMode.DRAM
+        ),
+        directory=_refused("a request cannot choose the folder of KV blocks that are written to files", ""),
     ),
 ]
 
@@ -238,7 +240,7 @@ _CONFIGURATION = _of(
     kv_cache_config=_works("see KvCacheConfig"),
     enable_chunked_context=_works("without it a prompt is at most max_num_tokens long"),
     normalize_log_probs=_works(
-        "log probabilities of the distribution that a token was drawn from; their sum, and false: the model's own"
+        "log probabilities are those after the sampling controls; their sum is always the model's own"
     ),
     iter_stats_max_iterations=_works("0: none are kept"),
     request_stats_max_iterations=_works("0: none are kept"),

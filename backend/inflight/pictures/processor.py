@@ -23,7 +23,7 @@ def load_processor(folder: str, model_type: str) -> Any:
     depend on what is installed. transformers' parts for videos need torchvision.
 
     Raises:
-        Exception: transformers raises many classes if a file is missing or broken.
+        Exception: A file is missing or broken; transformers raises exceptions of many classes.
     """
     base: Any = _find_class(_PROCESSORS.PROCESSOR_MAPPING_NAMES[model_type])
 

@@ -201,7 +201,7 @@ def _parser() -> argparse.ArgumentParser:
         "--key",
         type=Path,
         metavar="FILE",
-        help="check the signature with this key; without a key it is not checked",
+        help="check the signature, with the key in this file",
     )
     add("--set", metavar="KEY=VALUE", type=setting, action="append", default=[], help="as for scripts/serve")
     return parser

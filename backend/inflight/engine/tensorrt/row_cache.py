@@ -97,7 +97,7 @@ class RowCache:
         return keys, values
 
     def as_bytes(self) -> None:
-        """Return None: the cache consists of the rows of slots, and the blocks are only copies, perhaps outdated ones."""
+        """Return None: the cache consists of the rows of slots, and blocks are copies that may be outdated."""
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         self._known_blocks().copy(sources, targets)
