@@ -257,7 +257,7 @@ class EngineConfig:
     implementation: str | None = parameter(
         None,
         choice("torch", "transformers", "tensorrt"),
-        "torch: the layers of this server; transformers: the code of that library, slower, for all other families; "
+        "torch: the layers of this server; transformers: the library's code, slower, for all other families; "
         "tensorrt: plans of scripts/build; default: by the checkpoint's family",
         key="engine",
     )

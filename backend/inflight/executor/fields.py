@@ -224,9 +224,9 @@ _PARTS_OF_REQUESTS = [
         decode_retention_priority=_works("priority of blocks of generated tokens"),
         decode_duration_ms=_works("counts from the time when no sequence holds the block"),
         transfer_mode=_refused(
-            "a request cannot choose which KV blocks are written to files", KvCacheTransferMode.DRAM
+            "requests cannot choose the blocks that are saved in files", KvCacheTransferMode.DRAM
         ),
-        directory=_refused("a request cannot choose the folder of KV blocks that are written to files", ""),
+        directory=_refused("requests cannot choose the folder of saved blocks", ""),
     ),
 ]
 
