@@ -248,7 +248,7 @@ def _add_adapters(adapters: argparse.ArgumentParser) -> None:
     adapters.add_argument(
         "--path",
         metavar="FOLDER",
-        help="with --load: folder of an adapter that the server has no name for yet, below its lora_dir",
+        help="with --load: the adapter's folder below the server's lora_dir, for a new name",
     )
     _add_server(adapters, "the model to ask, tensorrt_llm by default")
 
