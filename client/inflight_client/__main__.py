@@ -204,7 +204,7 @@ def _add_chat(command: argparse.ArgumentParser) -> None:
     command.add_argument("--max-tokens", type=int, metavar="N", help="maximum number of tokens of an answer")
 
 
-def _add_convert_lora(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_convert_lora(commands: argparse._SubParsersAction[_Parser]) -> None:
     convert = commands.add_parser(
         "convert-lora", help="write a PEFT folder's adapter as the arrays lora_weights and lora_config"
     )
