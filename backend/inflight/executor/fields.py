@@ -98,7 +98,7 @@ def _of(owner: type, **notes: _Note) -> list[FieldNote]:
 
 
 _NO_ENCODER = "no model here has an encoder"
-_NO_IMAGES = "the Executor takes no pictures: a prompt brings their embeddings in prompt_tuning_config"
+_NO_IMAGES = "the Executor takes no pictures; a prompt brings their embeddings in prompt_tuning_config"
 
 _ONE_SERVER = "context and generation are computed in one place; nothing is handed over to another server"
 _OWN_DRAFTS = (
@@ -295,7 +295,7 @@ _PARTS_OF_CONFIGURATION = [
         event_buffer_max_size=_works("0: no events, and no event manager"),
         enable_partial_reuse=_ignored(_ALWAYS_COPIED),
         copy_on_partial_reuse=_ignored(_ALWAYS_COPIED),
-        use_uvm=_refused("the KV cache is memory of the device alone"),
+        use_uvm=_refused("the KV cache is only in memory of the device"),
         attention_dp_events_gather_period_ms=_ignored(
             "there is one KV cache, whose events need no gathering"
         ),
