@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 
 from inflight.checkpoint_config import checkpoint_name
+from inflight.errors import ConfigError
+from inflight.hub import find_checkpoint
 from inflight.server.config_text import read_parameters
 from tests.hub import TOKEN, Hub, Model, running_hub
 from tests.models.zoo import make_model
@@ -234,13 +236,30 @@ def test_an_incomplete_checkpoint_in_the_cache_is_refused(tmp_path: Path, models
 
 def test_the_hub_is_not_asked_for_paths_and_folders(caller: Caller, hub: Hub, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
+    empty, file = tmp_path / "empty", tmp_path / "weights.bin"
+    file.touch()
     found = caller.find(
-        ("./missing",), ("/missing",), ("a/b/c",), ("",), (str(tmp_path / "empty"),), (str(tmp_path), "v1")
+        ("./missing",), ("/missing",), ("a/b/c",), (str(file),), ("",), (str(empty),), (str(tmp_path), "v1")
     )
-    assert ["not a folder" in each["error"] for each in found[:3]] == [True] * 3
-    assert all("no config.json in that folder" in each["error"] for each in found[3:5])
-    assert "revision 'v1' is for names of the Hugging Face hub" in found[5]["error"]
+    assert ["not a folder" in each["error"] for each in found[:4]] == [True] * 4
+    assert "but a file, expected a checkpoint's folder" in found[3]["error"]
+    assert found[4]["error"] == "got '', expected a folder, a GGUF file or a name on the Hugging Face hub"
+    assert "no config.json in that folder" in found[5]["error"]
+    assert "revision 'v1' is for names of the Hugging Face hub" in found[6]["error"]
     assert not hub.asked
+
+
+def test_a_folder_that_is_no_checkpoint_is_answered_with_what_to_name(tmp_path: Path) -> None:
+    adapter, cache = tmp_path / "adapter", tmp_path / "models--owner--name"
+    snapshot = cache / "snapshots" / "1a2b"
+    for folder in (adapter, snapshot):
+        folder.mkdir(parents=True)
+    (adapter / "adapter_config.json").touch()
+    (snapshot / "config.json").touch()
+    with pytest.raises(ConfigError, match="but a LoRA adapter: name its base model by --model"):
+        find_checkpoint(str(adapter))
+    with pytest.raises(ConfigError, match=f"not a Hugging Face checkpoint; {snapshot} has one$"):
+        find_checkpoint(str(cache))
 
 
 def test_a_model_is_found_in_the_cache_where_fetching_is_forbidden(caller: Caller, hub: Hub) -> None:

@@ -147,11 +147,11 @@ class SchedulingConfig:
         context_chunking_policy: Rule for which contexts get the remaining tokens. Used only with
             enable_chunked_context.
         schedule_policy: Order in which the waiting requests of one client and priority start.
-        max_queue_size: Maximum number of waiting sequences with at least the priority of a new request.
+        max_queue_size: A new request is refused if this many sequences of its priority or a higher one wait.
         max_num_requests: Maximum number of active requests, including waiting ones; negative: no limit.
-        sequences_per_iteration: Maximum number of sequences that an iteration ends because of a client, a
-            deadline or an event; more sequences end in later iterations. Sequences of one request end
-            together.
+        sequences_per_iteration: Maximum number of sequences that an iteration ends because of a stop, a
+            cancellation, a deadline or an error; more sequences end in later iterations. Sequences of one
+            request end together.
         max_overtaken: Maximum number of later requests that LPM starts before a waiting request.
         kv_event_buffer_size: Number of KV cache events kept until they are fetched; 0: no events are made.
         has_block_store: Whether KV blocks are saved in host memory or files.
@@ -288,7 +288,7 @@ class EngineConfig:
     implementation: str | None = parameter(
         None,
         choice("torch", "transformers", "tensorrt"),
-        "torch: the layers of this server; transformers: its modelling code, slower, for all other families; "
+        "torch: the layers of this server; transformers: the library's code, slower, for all other families; "
         "tensorrt: plans of scripts/build; default: by the checkpoint's family",
         key="engine",
     )
@@ -449,7 +449,7 @@ class Parameters:
     exclude_input_in_output: bool | None = parameter(
         None,
         BOOLEAN,
-        "leave the prompt out unless a request says otherwise; default: as tensorrt_llm, and there false",
+        "leave the prompt out unless a request says otherwise; default: that of tensorrt_llm, or false",
         _MODELS,
     )
     ignored_request_parameters: tuple[str, ...] = parameter(

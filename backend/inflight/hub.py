@@ -47,12 +47,15 @@ def find_checkpoint(
     Raises:
         ConfigError: The checkpoint is not available. The message has the reason.
     """
+    if not model.strip():
+        raise ConfigError(f"got {model!r}, expected a folder, a GGUF file or a name on the Hugging Face hub")
     folder = Path(model).expanduser()
     if folder.exists() or not _HUB_ID.fullmatch(model):
         is_gguf = folder.suffix.lower() == ".gguf" and folder.is_file()
         if not folder.is_dir() and not is_gguf:
-            missing = "" if folder.exists() or "://" in model else " (there is no such path)"
-            raise ConfigError(f"{without_credentials(model)}: not a folder{missing}{instead_of_gguf(folder)}")
+            missing = "" if "://" in model else " (there is no such path)"
+            kind = " but a file, expected a checkpoint's folder" if folder.exists() else missing
+            raise ConfigError(f"{without_credentials(model)}: not a folder{kind}{instead_of_gguf(folder)}")
         if revision is not None:
             raise ConfigError(
                 f"revision {revision!r} is for names of the Hugging Face hub, but {model} is a "
@@ -66,9 +69,17 @@ def find_checkpoint(
         folder = _fetch(model, revision, may_fetch, judge)
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            f"{model}: no config.json in that folder, so not a Hugging Face checkpoint{instead_of_gguf(folder)}"
+            f"{model}: no config.json in that folder, so not a Hugging Face checkpoint{_instead_of(folder)}"
         )
     return folder
+
+
+def _instead_of(folder: Path) -> str:
+    """Return what to name in place of a folder without a config.json; "" if nothing in it tells."""
+    if (folder / "adapter_config.json").is_file():
+        return " but a LoRA adapter: name its base model by --model, and the adapter by --lora NAME=FOLDER"
+    inner = next(iter(sorted([*folder.glob("*/config.json"), *folder.glob("snapshots/*/config.json")])), None)
+    return instead_of_gguf(folder) if inner is None else f"; {inner.parent} has one"
 
 
 def _fetch(name: str, revision: str | None, may_fetch: bool, judge: Judge | None) -> Path:
@@ -195,7 +206,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m inflight.hub", description="Download a checkpoint from the Hugging Face hub."
     )
-    parser.add_argument("model", metavar="DIR_OR_HF_ID", help="as the --model of scripts/serve")
+    parser.add_argument("model", metavar="DIR_OR_HF_ID", help="as --model of scripts/serve")
     parser.add_argument("--revision", help="branch, tag or commit (default: main)")
     return parser.parse_args(arguments)
 

@@ -19,7 +19,9 @@ def main(arguments: list[str] | None = None) -> int:
         description="Run a recorded schedule again, without the model. "
         "Exit code 0: identical, 1: it differs, 2: the trace cannot be read.",
     )
-    parser.add_argument("trace", type=Path, metavar="TRACE", help="what the parameter record_path made")
+    parser.add_argument(
+        "trace", type=Path, metavar="TRACE", help="the file that the parameter record_path wrote"
+    )
     parser.add_argument("--until", type=int, metavar="ITERATION", help="the last iteration to replay")
     parser.add_argument(
         "--state",

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from inflight_client.chat import chat
 from inflight_client.errors import ServerError
@@ -157,9 +157,16 @@ def _installation() -> str:
     return f"pip install {package}"
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser, also of each subcommand, that answers an error with one line and no list of options."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n{self.prog} --help lists the options\n")
+
+
 def _parse(arguments: Seq[str] | None) -> argparse.Namespace:
     program = sys.argv[0] if _is_command_of_inflight() else "python -m inflight_client"
-    parser = argparse.ArgumentParser(prog=program, description="Ask the server for text.")
+    parser = _Parser(prog=program, description="Ask the server for text.")
     parser.add_argument("--version", action="version", version=f"inflight {_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     generate = commands.add_parser("generate", help="continue a prompt and print the answer")
@@ -197,7 +204,7 @@ def _add_chat(command: argparse.ArgumentParser) -> None:
     command.add_argument("--max-tokens", type=int, metavar="N", help="maximum number of tokens of an answer")
 
 
-def _add_convert_lora(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_convert_lora(commands: argparse._SubParsersAction[_Parser]) -> None:
     convert = commands.add_parser(
         "convert-lora", help="write a PEFT folder's adapter as the arrays lora_weights and lora_config"
     )
@@ -239,7 +246,9 @@ def _add_adapters(adapters: argparse.ArgumentParser) -> None:
         help="free an adapter's memory once no request uses it",
     )
     adapters.add_argument(
-        "--path", metavar="FOLDER", help="with --load: the folder of a new name, below lora_dir"
+        "--path",
+        metavar="FOLDER",
+        help="with --load: the adapter's folder below the server's lora_dir, for a new name",
     )
     _add_server(adapters, "the model to ask, tensorrt_llm by default")
 
@@ -261,8 +270,8 @@ def _add_choosing(generate: argparse.ArgumentParser) -> None:
         type=int,
         dest="prompt_lookup_num_tokens",
         metavar="N",
-        help="draft up to N tokens at a time from earlier text: faster if text repeats, and the same text in "
-        "float32",
+        help="draft up to N tokens at a time from earlier text: faster if text repeats itself; in "
+        "float32 the text stays the same",
     )
     group.add_argument(
         "--guide-type", choices=GUIDE_TYPES, help="the answer's format; all types except json need --guide"

@@ -70,7 +70,7 @@ CHOOSING = {
     "logits_post_processor_name": _number(
         "logits_post_processor_name",
         _TEXT,
-        help="logits post-processor, a function of the server's operator",
+        help="the logits post-processor to apply, one of those that the server was started with",
     ),
 }
 """Options of sampling."""
@@ -83,8 +83,12 @@ ENDING = {
 QUEUEING = {
     "priority": _number("priority", _FLOAT, help="0 to 1, 0.5 by default; higher ones start first"),
     "client_id": _number("client_id", _UINT64, help="clients of one priority take turns"),
-    "allotted_time_ms": _number("allotted_time_ms", _INT, help="end with TIMED_OUT after this time"),
-    "cache_salt_id": _number("cache_salt_id", _UINT64, help="share cached prompts under this number only"),
+    "allotted_time_ms": _number(
+        "allotted_time_ms", _INT, help="end with TIMED_OUT after this many milliseconds"
+    ),
+    "cache_salt_id": _number(
+        "cache_salt_id", _UINT64, help="reuse cached prompts only of requests with the same number"
+    ),
     "retention_decode_priority": _number("retention_decode_priority", _INT),
     "retention_decode_duration_ms": _number("retention_decode_duration_ms", _INT),
 }

@@ -219,3 +219,19 @@ def test_a_closed_pipe_ends_the_command(server: FakeServer) -> None:
         process.stdout.close()
         assert process.wait(PATIENCE_S) == 0
         assert process.stderr.read() == b""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["generate", "x", "--max-tokens", "many"], "argument --max-tokens: invalid int value: 'many'"),
+        (["generat", "x"], "invalid choice: 'generat' (choose from "),
+        (["generate", "x", "--max-token", "5", "--maxtokens", "5"], "unrecognized arguments: --maxtokens 5"),
+    ],
+)
+def test_wrong_usage_is_answered_in_two_lines(arguments: list[str], says: str, capsys) -> None:
+    with pytest.raises(SystemExit) as status:
+        main(arguments)
+    error, hint = capsys.readouterr().err.splitlines()
+    assert status.value.code == 2
+    assert says in error and hint.endswith("--help lists the options")

@@ -62,7 +62,11 @@ def test_a_folder_without_an_adapter(tmp_path: Path) -> None:
 
 
 def test_an_invalid_setting() -> None:
-    assert "max_num_tokens: got 'x'" in problem(DEMO_MODEL, settings={"max_num_tokens": "x"})
+    found = problem(DEMO_MODEL, settings={"max_num_tokens": "x"})
+    assert found.startswith("--set max_num_tokens (or --max-num-batched-tokens or --max-num-tokens): got 'x'")
+    assert problem(DEMO_MODEL, settings={"enable_kv_cache_reuse": "x"}).startswith(
+        "--set enable_kv_cache_reuse: got 'x'"
+    )
 
 
 def test_sequences_that_the_models_positions_do_not_reach() -> None:
@@ -132,7 +136,8 @@ def test_missing_and_damaged_weights(tmp_path: Path) -> None:
     weights.unlink()
     assert problem(folder) == f"{folder} has no model.safetensors: download the checkpoint again"
     (folder / "pytorch_model.bin").touch()
-    assert "it has pytorch_model.bin: weights are read from safetensors alone" in problem(folder)
+    found = problem(folder)
+    assert "has no model.safetensors, only pytorch_model.bin" in found and "save_pretrained" in found
     index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "pytorch_model.bin").unlink()

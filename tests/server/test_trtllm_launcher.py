@@ -92,6 +92,11 @@ def test_a_missing_model_is_refused(translate) -> None:
         translate("--tensorrt_llm_model_name", "no_such")
 
 
+def test_a_missing_repository_is_refused(translate) -> None:
+    with pytest.raises(OptionError, match="--model_repo /no/such: there is no such folder"):
+        translate("--model_repo", "/no/such")
+
+
 def test_a_missing_tritonserver_is_refused(translate) -> None:
     with pytest.raises(OptionError, match="--tritonserver elsewhere"):
         translate("--tritonserver", "elsewhere")

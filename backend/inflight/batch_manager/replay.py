@@ -72,9 +72,7 @@ class Replay:
         if isinstance(record, Begin):
             return self._begin(record)
         if not self._in_flight or self._in_flight[0].iteration != record.iteration:
-            raise BadTrace(
-                f"a result of iteration {record.iteration}, which is not the oldest without a result"
-            )
+            raise BadTrace(f"a result of iteration {record.iteration}, but an earlier iteration has none yet")
         batch = self._in_flight.popleft()
         if record.output is None:
             self.responses = self.scheduler.fail(batch, error_from_kind(record.error_kind, record.error))

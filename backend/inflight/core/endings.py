@@ -118,7 +118,7 @@ def as_request_error(error: Exception) -> InflightError:
 
 
 class PendingEndings:
-    """Requests and sequences to end because of a client's stop, a deadline or a failed event, in order of arrival.
+    """Requests and sequences to end because of a client, a deadline or an error, in order of arrival.
 
     One iteration ends a bounded number of sequences, so that the other requests wait for a bounded time however
     many clients leave at once. Until its turn, a running sequence may continue to generate, but a waiting one

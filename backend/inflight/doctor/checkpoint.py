@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inflight.checkpoint_config import CheckpointFacts
-from inflight.doctor.finding import INSTALL, Finding, green, red, yellow
+from inflight.doctor.finding import CONVERT, INSTALL, Finding, green, red, yellow
 from inflight.engine_folder import is_engine_folder
 from inflight.gguf.header import LEVEL_TYPES
 from inflight.pictures.families import INSTALL_PICTURES, has_vision_tower, missing_packages
@@ -246,7 +246,7 @@ def _mend(reason: str) -> str:
     if "quantiz" in reason:
         return "use the unquantized checkpoint, with --dtype int8 if memory is short"
     if "safetensors files only" in reason:
-        return "convert it: AutoModelForCausalLM.from_pretrained(A).save_pretrained(B) of transformers"
+        return CONVERT
     if "cannot be mapped" in reason:
         return 'write it in smaller files: save_pretrained(B, max_shard_size="5GB") of transformers'
     if "cannot be read" in reason or "does not exist" in reason or "missing" in reason:

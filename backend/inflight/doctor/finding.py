@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 INSTALL = "scripts/serve (it installs what is missing into .venv)"
+CONVERT = "convert it: AutoModelForCausalLM.from_pretrained(A).save_pretrained(B) of transformers"
 
 
 class Level(Enum):

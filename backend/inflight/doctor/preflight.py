@@ -11,14 +11,14 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from inflight.checkpoint_config import CheckpointFacts, ConfigFile, read_config_file
 from inflight.config import EngineConfig, Parameters
 from inflight.doctor.disks import MIN_TEMPORARY_BYTES
 from inflight.doctor.family import refused_by_family, runs_by_transformers
-from inflight.doctor.finding import Level
+from inflight.doctor.finding import CONVERT, Level
 from inflight.doctor.machine import check_shared_memory, has_gpu
 from inflight.engine.memory import available_cpu_memory
 from inflight.engine.sequence_length import longest_sequence
@@ -28,6 +28,7 @@ from inflight.gguf.folder import is_gguf
 from inflight.models.registry import describe
 from inflight.safetensors_header import tensor_ranges
 from inflight.server.launch import ServerOptions, lay_out
+from inflight.server.other_servers import flags_that_set
 from inflight.server.repository import read_engine_parameters
 
 _ENGINE = "tensorrt_llm"
@@ -66,7 +67,7 @@ def problems(options: ServerOptions, root: Path = Path("/")) -> Iterator[str]:
     try:
         parameters = _parameters(options)
     except ConfigError as error:
-        yield str(error)
+        yield _of_settings(str(error), wanted.settings)
         return
     engine = None if parameters is None else parameters.engine
     if parameters is not None and (reason := _saved_blocks(options, parameters.kv_cache_dir)):
@@ -79,6 +80,18 @@ def problems(options: ServerOptions, root: Path = Path("/")) -> Iterator[str]:
     )
     if reason is not None:
         yield reason
+
+
+def _of_settings(message: str, settings: Mapping[str, str]) -> str:
+    """Return an error about config.pbtxt with the options by which its faulty parameters were set."""
+    _, *faults = message.splitlines()
+    if not faults or not all(fault.strip().split(":")[0] in settings for fault in faults):
+        return message
+    named: list[str] = []
+    for key, _, fault in (line.strip().partition(":") for line in faults):
+        others = " or ".join(flags_that_set(key))
+        named.append(f"--set {key}{f' (or {others})' if others else ''}:{fault}")
+    return "\n".join(named)
 
 
 def unservable(folder: Path, implementation: str | None) -> str | None:
@@ -274,12 +287,12 @@ def _weights(options: ServerOptions, engine: EngineConfig | None) -> str | None:
         path = folder / name
         if not path.is_file():
             others = sorted(file.name for file in folder.iterdir() if file.suffix in _OTHER_WEIGHTS)
-            has = (
-                f" (it has {', '.join(others[:3])}: weights are read from safetensors alone)"
-                if others
-                else ""
+            if not others or ".safetensors" in {Path(other).suffix for other in others}:
+                return f"{folder} has no {name}: download the checkpoint again"
+            return (
+                f"{folder} has no {name}, only {', '.join(others[:3])}, and weights are read from safetensors "
+                f"files: {CONVERT}"
             )
-            return f"{folder} has no {name}{has}: download the checkpoint again"
         expected, size = _bytes_by_header(path), path.stat().st_size
         if expected is None or expected > size:
             what = (

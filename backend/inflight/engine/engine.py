@@ -117,7 +117,7 @@ class ModelEngine:
     def decode(self, batch: ScheduledBatch, pending: Pending) -> ModelOutput:
         """Sample the next token of every sampled row, which becomes its slot's next input; beams are only ranked.
 
-        Called before the next `forward`; for a batch that samples on the device, before the second next.
+        Called before the next `forward`; for a batch that samples on the device, before the one after that.
 
         Raises:
             FloatingPointError: The model's logits are not finite; the message names the slots.

@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 class Treatment(Enum):
-    """The treatment of a field."""
+    """How a field of TensorRT-LLM's classes is treated."""
 
     WORKS = "works"
     IGNORED = "ignored"
@@ -98,7 +98,7 @@ def _of(owner: type, **notes: _Note) -> list[FieldNote]:
 
 
 _NO_ENCODER = "no model here has an encoder"
-_NO_IMAGES = "no model here takes images, sound or video"
+_NO_IMAGES = "the Executor takes no pictures; a prompt brings their embeddings in prompt_tuning_config"
 
 _ONE_SERVER = "context and generation are computed in one place; nothing is handed over to another server"
 _OWN_DRAFTS = (
@@ -223,8 +223,10 @@ _PARTS_OF_REQUESTS = [
         token_range_retention_configs=_works("ranges of the prompt"),
         decode_retention_priority=_works("priority of blocks of generated tokens"),
         decode_duration_ms=_works("counts from the time when no sequence holds the block"),
-        transfer_mode=_refused("KV blocks are not written to files", KvCacheTransferMode.DRAM),
-        directory=_refused("KV blocks are not written to files", ""),
+        transfer_mode=_refused(
+            "requests cannot choose the blocks that are saved in files", KvCacheTransferMode.DRAM
+        ),
+        directory=_refused("requests cannot choose the folder of saved blocks", ""),
     ),
 ]
 
@@ -238,7 +240,7 @@ _CONFIGURATION = _of(
     kv_cache_config=_works("see KvCacheConfig"),
     enable_chunked_context=_works("without it a prompt is at most max_num_tokens long"),
     normalize_log_probs=_works(
-        "log probabilities of the distribution that a token was drawn from; their sum, and false: the model's own"
+        "log probabilities are those after the sampling controls; their sum is always the model's own"
     ),
     iter_stats_max_iterations=_works("0: none are kept"),
     request_stats_max_iterations=_works("0: none are kept"),
@@ -293,7 +295,7 @@ _PARTS_OF_CONFIGURATION = [
         event_buffer_max_size=_works("0: no events, and no event manager"),
         enable_partial_reuse=_ignored(_ALWAYS_COPIED),
         copy_on_partial_reuse=_ignored(_ALWAYS_COPIED),
-        use_uvm=_refused("the KV cache is memory of the device alone"),
+        use_uvm=_refused("the KV cache is only in memory of the device"),
         attention_dp_events_gather_period_ms=_ignored(
             "there is one KV cache, whose events need no gathering"
         ),

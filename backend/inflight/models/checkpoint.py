@@ -66,7 +66,7 @@ class Checkpoint:
 
     Attributes:
         tensors: File, shape and dtype of each tensor.
-        levels: Access to the levels of the quantized tensors.
+        levels: Access to the quantized integers (levels) and scales of the quantized tensors.
         left_out: Number of tensors that `leave_out` has removed, for each prefix.
     """
 
@@ -107,8 +107,10 @@ class Checkpoint:
     def add(
         self, name: str, info: TensorInfo, make: Callable[[], Tensor], levels: LevelsOfFile | None = None
     ) -> None:
-        """Add a tensor that `make` computes from other tensors at each read; `levels`: its levels, if
-        quantized."""
+        """Add a tensor that `make` computes from other tensors at each read.
+
+        `levels` gives access to its quantized integers; None if it is not quantized.
+        """
         self.tensors[name], self._added[name] = info, make
         if levels is not None:
             self.levels[name] = levels

@@ -428,7 +428,7 @@ class DecoderConfig:
         return bool(self.recurrent_layers) and self.recurrent_layers[layer]
 
     def recurrent_sections(self, module: int) -> tuple[Section, ...]:
-        """Return the sections of a stored module of the recurrent part's input projection."""
+        """Return the sections of one stored module of the recurrent layers' input projection."""
         assert self.recurrent is not None, "there is no recurrent part"
         begin = sum(self.recurrent_modules[:module])
         return self.recurrent.sections[begin : begin + self.recurrent_modules[module]]

@@ -94,7 +94,7 @@ class GatedDelta:
         return self.num_key_heads
 
     def divided(self, size: int) -> GatedDelta:
-        """Return the part of one of `size` ranks, which divides `num_parts`."""
+        """Return the part that one of `size` ranks has; `size` divides `num_parts`."""
         return replace(
             self, num_key_heads=self.num_key_heads // size, num_value_heads=self.num_value_heads // size
         )
@@ -156,7 +156,7 @@ class KimiDelta:
         return self.num_heads
 
     def divided(self, size: int) -> KimiDelta:
-        """Return the part of one of `size` ranks, which divides `num_parts`."""
+        """Return the part that one of `size` ranks has; `size` divides `num_parts`."""
         return replace(self, num_heads=self.num_heads // size)
 
 
@@ -224,7 +224,7 @@ class Mamba2:
         return self.num_heads if self.num_groups == 1 else self.num_groups
 
     def divided(self, size: int) -> Mamba2:
-        """Return the part of one of `size` ranks, which divides `num_parts`."""
+        """Return the part that one of `size` ranks has; `size` divides `num_parts`."""
         num_heads = self.num_heads // size
         if self.num_groups == 1:
             return replace(self, num_heads=num_heads, num_group_ranks=size)
@@ -283,7 +283,7 @@ class ShortConv:
         return self.width
 
     def divided(self, size: int) -> ShortConv:
-        """Return the part of one of `size` ranks, which divides `num_parts`."""
+        """Return the part that one of `size` ranks has; `size` divides `num_parts`."""
         return replace(self, width=self.width // size)
 
 

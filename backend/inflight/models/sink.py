@@ -102,7 +102,7 @@ class KeptLevels:
     unpacked: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
 
     def note_unpacked(self, name: str, reason: str) -> None:
-        """Record that a quantized projection, whose first matrix is `name`, is read as numbers."""
+        """Record that a quantized projection, whose first matrix is `name`, is read as floating-point numbers."""
         self.unpacked.setdefault(reason, []).append(name)
 
     def __str__(self) -> str:

@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--tokenizer",
         metavar="DIR",
-        help="with --triton: the checkpoint's folder, its weights are not needed",
+        help="with --triton: the checkpoint's folder (its weights are not needed)",
     )
     add(
         "--triton-model",
@@ -116,13 +116,13 @@ def _parser() -> argparse.ArgumentParser:
         help="port (default: %(default)s; 0: any free one)",
     )
     add("--metrics-url", default="", metavar="URL", help="Triton's metrics page, for /metrics")
-    add("--pictures", type=Path, metavar="SOCKET", help="of the process that encodes pictures")
+    add("--pictures", type=Path, metavar="SOCKET", help="socket of the process that encodes pictures")
     add(
         "--exit-timeout",
         type=int,
         default=30,
         metavar="SECONDS",
-        help="for requests in flight at the end (default: %(default)s)",
+        help="seconds that requests in flight get to finish (default: %(default)s)",
     )
     add(
         "--log-format",

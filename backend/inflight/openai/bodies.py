@@ -123,7 +123,7 @@ def parse_body(kind: type[_Body], raw: bytes, content_type: str) -> _Body:
     except RecursionError:
         raise ApiError("the body is nested too deeply") from None
     except ValueError as error:  # includes msgspec's errors and text that is not UTF-8
-        raise ApiError(f"the body is no JSON: {error}") from None
+        raise ApiError(f"the body is not JSON: {error}") from None
 
 
 def _is_json(content_type: str) -> bool:

@@ -138,7 +138,7 @@ def _add_listening_arguments(add: Callable[..., argparse.Action]) -> None:
         metavar="ORIGINS",
         type=_origins,
         default=(),
-        help="origins of web pages that may use /v1: a JSON list as '[\"https://chat.example\"]', or origins "
+        help="origins of web pages that may use /v1: a JSON list such as '[\"https://chat.example\"]', or origins "
         "separated by commas; * for all (default: only the playground's own)",
     )
     add(
@@ -146,7 +146,7 @@ def _add_listening_arguments(add: Callable[..., argparse.Action]) -> None:
         metavar="SIZE",
         type=_size,
         default=MAX_BODY_BYTES,
-        help="largest body of a request to /v1, in bytes, or as 64M (default: 16M)",
+        help="largest body of a request to /v1, in bytes, or with a unit such as 64M (default: 16M)",
     )
     add(
         "--ssl-certfile",
@@ -286,7 +286,9 @@ def _origins(text: str) -> tuple[str, ...]:
     origins = [origin.strip() if isinstance(origin, str) else origin for origin in found]
     for origin in origins:
         if origin != "*" and not _is_origin(origin):
-            raise argparse.ArgumentTypeError(f"{origin!r} is no origin, expected one as https://chat.example")
+            raise argparse.ArgumentTypeError(
+                f"{origin!r} is not an origin, expected one such as https://chat.example"
+            )
     return tuple(origins)
 
 

@@ -75,7 +75,8 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=CACHE_BYTES,
         metavar="N",
-        help="size of the rows that are kept for further prompts with the same pictures (default: %(default)s)",
+        help="memory for embeddings of pictures, which are kept for further prompts with the same pictures "
+        "(default: %(default)s)",
     )
     add(
         "--log-format",

@@ -49,7 +49,7 @@ class PictureEncoder:
         dtype: Type of the tower's weights and the rows: float32, float16 or bfloat16; None: as the checkpoint
             says.
         device: torch's name of the device that computes.
-        cache_bytes: Maximum size of the rows that are kept for further prompts with the same pictures.
+        cache_bytes: Memory for embeddings of pictures, which are kept for further prompts with the same pictures.
 
     Attributes:
         placeholder: The text that stands for a picture in a prompt.

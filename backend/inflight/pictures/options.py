@@ -59,7 +59,9 @@ def _hosts(text: str) -> tuple[str, ...]:
     hosts = tuple(host.strip().lower() for host in text.split(","))
     for host in hosts:
         if _HOST.fullmatch(host) is None:
-            raise argparse.ArgumentTypeError(f"{host!r} is no host, expected one as images.example.com")
+            raise argparse.ArgumentTypeError(
+                f"{host!r} is not a host name, expected one such as images.example.com"
+            )
     return hosts
 
 

@@ -23,7 +23,7 @@ def load_processor(folder: str, config: Any) -> Any:
     depend on what is installed. transformers' parts for videos need torchvision.
 
     Raises:
-        Exception: transformers raises many classes if a file is missing or broken.
+        Exception: A file is missing or broken; transformers raises exceptions of many classes.
     """
     base: Any = _find_class(_class_name(config))
 

@@ -151,10 +151,10 @@ class RankEngine:
         self._cause_of_death = ""
 
     def forward(self, batch: ScheduledBatch) -> _Flight:
-        """Run this rank's part of the forward pass; the sampling rank also samples. Returns `decode`'s argument.
+        """Run this rank's part of the forward pass; the sampling rank also samples. Returns what `decode` takes.
 
         Raises:
-            Unavailable: This rank is out of lockstep with the other ranks, since now or earlier.
+            Unavailable: This rank is, or was before, at another batch than the other ranks.
         """
         flight = _Flight(batch)
         with self._in_step(batch):
@@ -171,7 +171,7 @@ class RankEngine:
 
         Raises:
             RequestError: The batch failed; the same error on all ranks.
-            Unavailable: This rank is out of lockstep with the other ranks, since now or earlier.
+            Unavailable: This rank is, or was before, at another batch than the other ranks.
         """
         with self._in_step(batch):
             flight = self._in_flight.popleft()

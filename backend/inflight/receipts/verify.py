@@ -194,12 +194,15 @@ def _parser() -> argparse.ArgumentParser:
         metavar="RECEIPT",
         help="file of a receipt, or of an answer that has one; -: standard input",
     )
-    add(
-        "--model", metavar="DIR_OR_HF_ID", help="the receipt's model (default: the demo model, if that is it)"
-    )
+    add("--model", metavar="DIR_OR_HF_ID", help="the model that the receipt names (default: the demo model)")
     add("--revision", metavar="REVISION", help="branch, tag or commit of a --model from the Hugging Face hub")
     add("--lora", type=Path, metavar="FOLDER", help="PEFT folder of the request's adapter")
-    add("--key", type=Path, metavar="FILE", help="key of the signature, which is not checked without it")
+    add(
+        "--key",
+        type=Path,
+        metavar="FILE",
+        help="check the signature, with the key in this file",
+    )
     add("--set", metavar="KEY=VALUE", type=setting, action="append", default=[], help="as for scripts/serve")
     return parser
 

@@ -191,7 +191,7 @@ def _add_program_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--engine",
         choices=("torch", "transformers", "tensorrt"),
-        help="torch: this server's own layers; transformers: its modelling code, for any decoder whose attention "
+        help="torch: this server's own layers; transformers: the library's code, for any decoder whose attention "
         "can be replaced; tensorrt: plans that scripts/build wrote (default: torch for families that it has, "
         "transformers for others)",
     )

@@ -37,6 +37,12 @@ SAME: Mapping[str, str] = {
 }
 """The option here, by another server's flag with one value: a flag, or `--set` and a parameter."""
 
+
+def flags_that_set(parameter: str) -> list[str]:
+    """Return the other servers' flags that set a parameter."""
+    return [flag for flag, option in SAME.items() if option == f"--set {parameter}"]
+
+
 SAME_VALUES: Mapping[str, Mapping[str, str]] = {
     "--dtype": {
         "auto": "",

@@ -36,7 +36,11 @@ def resolve_host(host: str) -> str:
     try:
         return socket.gethostbyname(host)
     except OSError as error:
-        raise OptionError(f"--host {host}: {error}") from None
+        reason = error.strerror or str(error)
+        raise OptionError(
+            f"--host {host}: {reason}: expected an address or a name of this machine; 0.0.0.0 listens on all "
+            "addresses"
+        ) from None
 
 
 def resolve_ports(address: str, asked: Ports) -> Ports:

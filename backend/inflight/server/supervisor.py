@@ -104,7 +104,7 @@ class Supervisor:
     def run(self) -> int:
         """Serve until a signal ends this process; return the exit status.
 
-        ServeError if no server can be kept running.
+        Raises ServeError if no server can be kept running.
         """
         orphans.adopt()
         while (server := self._start()) is not None:

@@ -71,8 +71,8 @@ def parser(model_repository: Path) -> argparse.ArgumentParser:
     add("--grpc_port", type=port, default=8001)
     add("--http_port", type=port, default=8000)
     add("--metrics_port", type=port, default=8002)
-    add("--force", "-f", action="store_true", help="start although another tritonserver runs")
-    add("--log", action="store_true", help="the verbose log, into --log-file")
+    add("--force", "-f", action="store_true", help="start even if another tritonserver runs")
+    add("--log", action="store_true", help="write the verbose log into --log-file")
     add("--log-file", default="triton_log.txt")
     add("--no-mpi", action="store_true", help="one rank, in the model's own process")
     add("--model_repo", type=Path, default=model_repository)
@@ -81,12 +81,12 @@ def parser(model_repository: Path) -> argparse.ArgumentParser:
         default="tensorrt_llm",
         help="models that hold engines, separated by commas",
     )
-    add("--multi-model", action="store_true", help="several engines: orchestrator mode")
-    add("--disable-spawn-processes", action="store_true", help="means nothing here")
-    add("--multimodal_gpu0_cuda_mem_pool_bytes", type=int, default=0, help="means nothing here")
-    add("--oversubscribe", action="store_true", help="more ranks than cores")
-    add("--trtllm_llmapi_launch", action="store_true", help="means nothing here")
-    add("--exit_timeout", type=seconds, help="seconds for requests in flight at the end")
+    add("--multi-model", action="store_true", help="start several engines, in orchestrator mode")
+    add("--disable-spawn-processes", action="store_true", help="accepted without effect")
+    add("--multimodal_gpu0_cuda_mem_pool_bytes", type=int, default=0, help="accepted without effect")
+    add("--oversubscribe", action="store_true", help="allow more ranks than cores")
+    add("--trtllm_llmapi_launch", action="store_true", help="accepted without effect")
+    add("--exit_timeout", type=seconds, help="seconds that requests in flight get to finish")
     return made
 
 
@@ -155,9 +155,14 @@ def _engines(given: argparse.Namespace) -> dict[str, dict[str, str]]:
     """Return the parameters of the models that the flags name as engines."""
     engines: dict[str, dict[str, str]] = {}
     for name in given.tensorrt_llm_model_name.split(","):
+        if not given.model_repo.is_dir():
+            raise OptionError(f"--model_repo {given.model_repo}: there is no such folder")
         config = given.model_repo / name / _CONFIG
         if not config.is_file():
-            raise OptionError(f"--tensorrt_llm_model_name {name}: {given.model_repo} has no such model")
+            raise OptionError(
+                f"--tensorrt_llm_model_name {name}: {given.model_repo} has no such model, expected the file "
+                f"{name}/{_CONFIG}"
+            )
         engines[name] = read_parameters(config.read_text(encoding="utf-8"))
     return engines
 

@@ -61,8 +61,8 @@ class InStream(Enum):
     NEW = "the new tokens'"
     SO_FAR = "all so far"
     SAME = "the same in each"
-    FIRST = "in the first of each sequence alone"
-    LAST = "in the prompt's last alone"
+    FIRST = "in the first response of each sequence only"
+    LAST = "in the last response of the prompt only"
 
 
 @dataclass(frozen=True, slots=True)

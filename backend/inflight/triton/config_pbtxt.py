@@ -244,9 +244,7 @@ def _write_config(folder: Path, text: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Write every model's config.pbtxt.")
-    parser.add_argument(
-        "root", type=Path, help="the checkout: with model_repository, and place for templates"
-    )
+    parser.add_argument("root", type=Path, help="folder of the checkout")
     root = parser.parse_args().root
     write(root / "model_repository")
     write_templates(root / TEMPLATES, root / "model_repository")

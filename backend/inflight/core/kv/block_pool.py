@@ -114,8 +114,8 @@ class _Content:
 class BlockPool:
     """The device's blocks, 0 .. num_blocks - 1, each of them held, cached or empty.
 
-    With a log of `events`, content that can no longer be found and changed priorities are logged there. When a
-    block's content is dropped, its snapshot of recurrent state in `states` is dropped too.
+    Logs in `events`, if there is such a log, which content can no longer be found and which priorities
+    changed. When a block's content is dropped, its snapshot of recurrent state in `states` is dropped too.
     """
 
     def __init__(

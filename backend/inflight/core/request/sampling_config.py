@@ -353,7 +353,7 @@ class SamplingConfig:
         0,
         "INT32",
         _at_least(0),
-        "end of a search with enough finished beams: 1 at once, 0 if no other is better, other if none can be",
+        "a search with enough finished beams ends at once (1), if no other is better (0), if none can be (else)",
         example=2,
         other_dtypes=("BOOL",),
         body=BodyField(is_number=False),

@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         help="how chunks and generation are computed together; packed is not for tensorrt_rtx "
         "(default: %(default)s)")  # fmt: skip
     add("--weights", choices=("constants", "inputs"), default=defaults.weights,
-        help="where weights are: in the plans, or in a separate file (default: %(default)s)")  # fmt: skip
+        help="where to store the weights: in the plans, or in a separate file (default: %(default)s)")  # fmt: skip
     add("--module", choices=MODULES, help="the TensorRT to build with (default: the first that is installed)")
     return parser
 

@@ -97,7 +97,7 @@ class RowCache:
         return keys, values
 
     def as_bytes(self) -> None:
-        """Return None: rows of slots are the cache, and blocks only copies that may be outdated."""
+        """Return None: the cache consists of the rows of slots, and blocks are copies that may be outdated."""
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         self._known_blocks().copy(sources, targets)

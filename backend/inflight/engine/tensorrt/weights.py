@@ -72,7 +72,7 @@ class _MatrixSink(Sink[Layer[NetworkMatrix], NetworkMatrix]):
         """Return all experts as one matrix, concatenated along their outputs, or along inputs for the second
         matrix.
 
-        All experts are then two products, between which the router's weights are applied.
+        Two products then compute all experts; the router's weights are applied between them.
         """
         assert bias is None, "experts with biases are refused before"
         return self._joined(list(matrices), 0 if is_gated else 1, None)

@@ -236,7 +236,7 @@ def _escape(pattern: str, place: int, in_class: bool) -> tuple[str, int]:
     if found := re.compile(r"[pP]\{[\w=]+\}").match(pattern, place):
         return "\\" + found[0], found.end()
     if not char or char.isalnum():
-        raise UnreadablePattern(f"has \\{char}, which stands for nothing")
+        raise UnreadablePattern(f"has \\{char}, which is not an escape that JSON Schema knows")
     return _literal(char), place + 1
 
 
