@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,12 @@ from inflight.serving.chat.reasoning import (
     starts_inside,
 )
 from inflight.serving.chat.template import ChatTemplate
-from inflight.serving.chat.tool_guides import forced_prefix, read_tool_choice, tool_guide
-
-_FORCED_STYLE = "json"
-"""Style of forced tool calls if the template has none. The guide makes the model follow it."""
+from inflight.serving.chat.tool_guides import (
+    forced_parser,
+    forced_prefix,
+    read_tool_choice,
+    tool_guide,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class ChatPrompt:
         token_bytes: The bytes that each token adds to a text, indexed by token id; empty without a reasoning
             parser.
         pictures: The pictures; the text has a placeholder for each.
+        tools: OpenAI's tools.
     """
 
     text: str
@@ -53,6 +56,7 @@ class ChatPrompt:
     starts_inside: bool
     token_bytes: Sequence[bytes]
     pictures: Sequence[PictureUrl] = ()
+    tools: Sequence[Mapping[str, Any]] | None = None
 
 
 def read_chat(model: ServingModel, body: ChatBody) -> ChatPrompt:
@@ -67,7 +71,7 @@ def read_chat(model: ServingModel, body: ChatBody) -> ChatPrompt:
     tool_parser = _parser(model.options.tool_call_parser, template.style)
     guide = read_guide(body)
     if choice.is_forced:
-        tool_parser = tool_parser or _FORCED_STYLE
+        tool_parser = forced_parser(tool_parser)
         if guide is not None:
             raise invalid(
                 "tool_choice", "tool_choice demands a call, which contradicts the body's response format"
@@ -90,7 +94,15 @@ def read_chat(model: ServingModel, body: ChatBody) -> ChatPrompt:
         reasoning_parser = ""
     token_bytes = model.token_bytes if reasoning_parser else ()
     return ChatPrompt(
-        text, guide, tool_parser, choice.is_forced, reasoning_parser, is_inside, token_bytes, pictures
+        text,
+        guide,
+        tool_parser,
+        choice.is_forced,
+        reasoning_parser,
+        is_inside,
+        token_bytes,
+        pictures,
+        body.tools,
     )
 
 

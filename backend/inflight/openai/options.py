@@ -20,7 +20,40 @@ from urllib.parse import urlsplit
 API_KEYS_VARIABLE = "INFLIGHT_API_KEY"
 """The environment variable with API keys, separated by spaces, commas or line ends."""
 
-TOOL_CALL_PARSERS = ("auto", "none", "llama3_json", "hermes", "mistral", "json")
+TOOL_CALL_PARSERS = (
+    "auto",
+    "none",
+    "llama3_json",
+    "hermes",
+    "mistral",
+    "json",
+    "qwen3_coder",
+    "pythonic",
+    "llama4_pythonic",
+    "deepseek_v3",
+    "deepseek_v31",
+    "deepseek_v32",
+    "glm45",
+    "kimi_k2",
+    "minimax_m2",
+    "granite",
+    "granite-20b-fc",
+    "phi4_mini_json",
+    "gemma4",
+    "functiongemma",
+    "olmo3",
+    "lfm2",
+    "minimax",
+    "jamba",
+    "smollm2",
+    "seed_oss",
+    "internlm",
+    "nemotron",
+    "step3",
+    "longcat",
+    "functionary",
+    "command_a",
+)
 REASONING_PARSERS = ("auto", "none", "think", "deepseek_r1")
 """Values of --reasoning-parser. Repeated here, because this module must not import the parsers in
 `serving/chat`."""
