@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+from inflight.serving.chat.reasoning_formats import REASONING_FORMATS
 from inflight.serving.chat.template import ChatTemplate
 from inflight.serving.chat.template_files import TemplateFiles
 from inflight.serving.chat.tool_format_table import TOOL_FORMATS
@@ -48,3 +49,9 @@ def test_the_page_has_the_table_of_formats() -> None:
         (ROOT / "docs" / "chat.md").write_text(page, encoding="utf-8")
     else:
         assert page == PAGE, "UPDATE_TABLES=1 writes it"
+
+
+def test_the_page_has_the_table_of_reasoning_formats() -> None:
+    for name, form in REASONING_FORMATS.items():
+        begin, end = (each.replace("|", "\\|") for each in (form.begin, form.end))
+        assert f"| `{name}` | `{begin}` | `{end}` | {form.models} |" in PAGE

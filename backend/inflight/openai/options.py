@@ -54,7 +54,25 @@ TOOL_CALL_PARSERS = (
     "functionary",
     "command_a",
 )
-REASONING_PARSERS = ("auto", "none", "think", "deepseek_r1")
+REASONING_PARSERS = (
+    "auto",
+    "none",
+    "think",
+    "deepseek_r1",
+    "mistral",
+    "openai_gptoss",
+    "gemma4",
+    "seed_oss",
+    "granite",
+    "command_a",
+    "apertus",
+    "longcat",
+    "exaone_deep",
+    "apriel",
+    "reflection",
+    "hunyuan_a13b",
+    "ernie45",
+)
 """Values of --reasoning-parser. Repeated here, because this module must not import the parsers in
 `serving/chat`."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inflight.errors import InvalidArgument
-from inflight.serving.chat.reasoning import THINK_BEGIN, THINK_END
+from inflight.serving.chat.reasoning_formats import find_reasoning_format
 from inflight.serving.chat.tool_formats import Arguments, Ids, Tags, ToolFormat
 from inflight.text.tokenizer import Tokenizer
 
@@ -228,9 +228,12 @@ def needs_special_tokens(tokenizer: Tokenizer, tool_parser: str, reasoning_parse
     Args:
         tokenizer: Tokenizer of the model.
         tool_parser: One of TOOL_CALL_PARSERS, or "" for none.
-        reasoning_parser: One of `reasoning.REASONING_PARSERS`, or "" for none.
+        reasoning_parser: One of `reasoning_formats.REASONING_PARSERS`, or "" for none.
     """
-    texts = [THINK_BEGIN, THINK_END] if reasoning_parser else []
+    texts: list[str] = []
+    if reasoning_parser:
+        reasoning = find_reasoning_format(reasoning_parser)
+        texts += [reasoning.begin, reasoning.end, *reasoning.skipped]
     if tool_parser:
         form = find_tool_format(tool_parser)
         tags = (form.tags.key_begin, form.tags.value_begin, form.tags.value_end) if form.tags else ()

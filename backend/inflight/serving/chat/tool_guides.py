@@ -78,6 +78,7 @@ def tool_guide(
     parser: str,
     parallel: bool = True,
     starts_inside_reasoning: bool = False,
+    reasoning_end: str = "</think>",
 ) -> Guide | None:
     """Return the guide for a request whose answer must be one or several tool calls; None if none is forced.
 
@@ -88,6 +89,7 @@ def tool_guide(
         parallel: Whether to allow several calls. A named function is always called once.
         starts_inside_reasoning: Whether the prompt has opened the reasoning, which the model must end before
             the calls.
+        reasoning_end: The text that ends the reasoning.
 
     Raises:
         InvalidArgument: As in `read_tool_choice`, or the parser does not exist.
@@ -103,7 +105,7 @@ def tool_guide(
     ]
     begin, end = _group(form)
     sequence = {
-        "after": "</think>" if starts_inside_reasoning else "",
+        "after": reasoning_end if starts_inside_reasoning else "",
         "begin": begin,
         "separator": f"{form.separator} " if form.separator.strip() else "\n",
         "end": end,

@@ -150,7 +150,7 @@ def _types(schema: Mapping[str, Any] | None) -> set[str]:
 
 
 def _type(value: Any) -> str:
-    return "null" if value is None else _TYPES.get(type(value), "")
+    return "null" if value is None else _TYPES.get(cast(type[Any], type(value)), "")
 
 
 def read_json(text: str, default: Any = None) -> Any:
@@ -170,7 +170,9 @@ def schemas_of(tools: Iterable[Mapping[str, Any]] | None) -> Schemas:
     found: dict[str, Mapping[str, Any]] = {}
     for tool in tools or ():
         match tool:
-            case {"function": {"name": str(name), "parameters": {"properties": dict(properties)}}}:
+            case {"function": {"name": str(name), "parameters": {"properties": properties}}} if isinstance(
+                properties, dict
+            ):
                 found[name] = cast(dict[str, Any], properties)
             case _:
                 pass
