@@ -16,15 +16,7 @@ from inflight.serving.chat.tool_deltas import ChatDelta, ToolCallDelta, new_id, 
 from inflight.serving.chat.tool_format_table import find_tool_format
 from inflight.serving.chat.tool_formats import Arguments, ToolFormat
 from inflight.serving.chat.tool_heads import LONGEST_HEAD, Heads
-from inflight.serving.chat.tool_values import (
-    Nesting,
-    Schemas,
-    read_bare_keys,
-    read_json,
-    read_python,
-    read_tagged,
-    schemas_of,
-)
+from inflight.serving.chat.tool_values import Nesting, Schemas, read_json, read_tagged, schemas_of
 
 
 def tool_call_stream(
@@ -209,9 +201,7 @@ class ToolCallStream:
         end = self._scan()
         if end < 0:
             return False
-        form, text = self._form, self._text[:end]
-        is_python = form.arguments is Arguments.PYTHON
-        arguments = read_python(text[1:]) if is_python else read_bare_keys(text, form.quote)
+        arguments = self._heads.whole_arguments(self._text[:end])
         if arguments is None:
             self._give_up()
             return True

@@ -1,4 +1,4 @@
-"""Patterns of the beginning of a call up to its arguments, made from a format's description. Any thread."""
+"""Patterns and readers of the parts of a call, made from a format's description. Any thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, cast
 
 from inflight.serving.chat.tool_formats import Arguments, ToolFormat
-from inflight.serving.chat.tool_values import read_json
+from inflight.serving.chat.tool_values import read_bare_keys, read_json, read_python
 
 LONGEST_HEAD = 1024
 """Maximum length of a call's text before its arguments."""
@@ -86,6 +86,12 @@ class Heads:
         if not isinstance(name, str) or not name or not isinstance(arguments, dict):
             return None
         return name, cast(dict[str, Any], arguments)
+
+    def whole_arguments(self, text: str) -> dict[str, Any] | None:
+        """Return arguments in Python's syntax or with bare keys, brackets included; None if they are invalid."""
+        if self.form.arguments is Arguments.PYTHON:
+            return read_python(text[1:])
+        return read_bare_keys(text, self.form.quote)
 
     def begins_call(self, text: str) -> bool:
         """Return whether a text after a call may be another call."""
