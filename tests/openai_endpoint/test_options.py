@@ -19,7 +19,7 @@ from inflight.openai.options import (
     to_arguments,
 )
 from inflight.server import cli
-from inflight.serving.chat import reasoning, tool_styles
+from inflight.serving.chat import reasoning_formats, tool_format_table
 from tests.openai_endpoint.serving import make_certificate
 
 
@@ -58,8 +58,8 @@ def test_to_arguments_keeps_all_options_except_keys(tmp_path: Path) -> None:
 
 
 def test_the_flags_list_the_existing_parsers() -> None:
-    assert ("auto", "none", *tool_styles.TOOL_CALL_PARSERS) == options.TOOL_CALL_PARSERS
-    assert ("auto", "none", *reasoning.REASONING_PARSERS) == options.REASONING_PARSERS
+    assert ("auto", "none", *tool_format_table.TOOL_CALL_PARSERS) == options.TOOL_CALL_PARSERS
+    assert ("auto", "none", *reasoning_formats.REASONING_PARSERS) == options.REASONING_PARSERS
 
 
 def test_every_flag_is_documented() -> None:

@@ -21,8 +21,9 @@ from inflight.openai.sampling import BodySettings, choose_seed
 from inflight.openai.serving_model import ServingModel
 from inflight.openai.streaming import JsonAnswer, event, made, while_connected
 from inflight.serving.chat.reasoning import ReasoningTokens, reasoning_stream
-from inflight.serving.chat.tool_calls import ChatDelta, ToolCallDelta, tool_call_stream
-from inflight.serving.chat.tool_styles import needs_special_tokens
+from inflight.serving.chat.tool_calls import tool_call_stream
+from inflight.serving.chat.tool_deltas import ChatDelta, ToolCallDelta
+from inflight.serving.chat.tool_format_table import needs_special_tokens
 
 router = APIRouter()
 
@@ -97,7 +98,7 @@ class _Message:
     def __init__(self, prompt: ChatPrompt, only_one: bool) -> None:
         self._only_one = only_one
         self._reasoning = reasoning_stream(prompt.reasoning_parser, prompt.starts_inside)
-        self._tools = tool_call_stream(prompt.tool_parser, prompt.is_forced)
+        self._tools = tool_call_stream(prompt.tool_parser, prompt.is_forced, prompt.tools)
         self.has_called = False
 
     def add(self, piece: Piece) -> tuple[str, ChatDelta]:

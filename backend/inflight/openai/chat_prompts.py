@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,18 +15,15 @@ from inflight.openai.guides import read_guide
 from inflight.openai.protocol import ChatBody
 from inflight.openai.serving_model import ServingModel
 from inflight.serving.chat.messages import PictureUrl, picture_urls
-from inflight.serving.chat.reasoning import (
-    THINK_BEGIN,
-    THINK_END,
-    ends_reasoning,
-    opens_reasoning,
-    starts_inside,
-)
+from inflight.serving.chat.reasoning import ends_reasoning, opens_reasoning, starts_inside
+from inflight.serving.chat.reasoning_formats import find_reasoning_format
 from inflight.serving.chat.template import ChatTemplate
-from inflight.serving.chat.tool_guides import forced_prefix, read_tool_choice, tool_guide
-
-_FORCED_STYLE = "json"
-"""Style of forced tool calls if the template has none. The guide makes the model follow it."""
+from inflight.serving.chat.tool_guides import (
+    forced_parser,
+    forced_prefix,
+    read_tool_choice,
+    tool_guide,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +40,7 @@ class ChatPrompt:
         token_bytes: The bytes that each token adds to a text, indexed by token id; empty without a reasoning
             parser.
         pictures: The pictures; the text has a placeholder for each.
+        tools: OpenAI's tools.
     """
 
     text: str
@@ -53,6 +51,7 @@ class ChatPrompt:
     starts_inside: bool
     token_bytes: Sequence[bytes]
     pictures: Sequence[PictureUrl] = ()
+    tools: Sequence[Mapping[str, Any]] | None = None
 
 
 def read_chat(model: ServingModel, body: ChatBody) -> ChatPrompt:
@@ -63,16 +62,20 @@ def read_chat(model: ServingModel, body: ChatBody) -> ChatPrompt:
     final = body.messages[-1] if body.continue_final_message else None
     reasoning_parser = _parser(model.options.reasoning_parser, template.reasoning_style)
     is_inside = starts_inside(reasoning_parser, text, final)
+    marked_by = reasoning_parser or "think"
+    marks = find_reasoning_format(marked_by)
     choice = read_tool_choice(body.tools, body.tool_choice)
     tool_parser = _parser(model.options.tool_call_parser, template.style)
     guide = read_guide(body)
     if choice.is_forced:
-        tool_parser = tool_parser or _FORCED_STYLE
+        tool_parser = forced_parser(tool_parser)
         if guide is not None:
             raise invalid(
                 "tool_choice", "tool_choice demands a call, which contradicts the body's response format"
             )
-        guide = tool_guide(body.tools, body.tool_choice, tool_parser, body.parallel_tool_calls, is_inside)
+        guide = tool_guide(
+            body.tools, body.tool_choice, tool_parser, body.parallel_tool_calls, is_inside, marks.end
+        )
         text += forced_prefix(tool_parser, is_inside)
     elif choice.mode == "none":
         tool_parser = ""
@@ -84,13 +87,21 @@ def read_chat(model: ServingModel, body: ChatBody) -> ChatPrompt:
         )
     if not choice.is_forced and guide is not None and is_inside:
         # A guide applies to all generated text, so the reasoning must end in the prompt.
-        begin = "" if opens_reasoning(text, final) else THINK_BEGIN
-        text, is_inside = f"{text.rstrip()}{begin}\n\n{THINK_END}\n\n", False
-    if ends_reasoning(text, final):
+        begin = "" if opens_reasoning(text, final, marked_by) else marks.begin
+        text, is_inside = f"{text.rstrip()}{begin}\n\n{marks.end}\n\n", False
+    if ends_reasoning(text, final, marked_by):
         reasoning_parser = ""
     token_bytes = model.token_bytes if reasoning_parser else ()
     return ChatPrompt(
-        text, guide, tool_parser, choice.is_forced, reasoning_parser, is_inside, token_bytes, pictures
+        text,
+        guide,
+        tool_parser,
+        choice.is_forced,
+        reasoning_parser,
+        is_inside,
+        token_bytes,
+        pictures,
+        body.tools,
     )
 
 

@@ -7,7 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from inflight.serving.chat.tool_calls import ChatDelta, tool_call_stream
+from inflight.serving.chat.tool_calls import tool_call_stream
+from inflight.serving.chat.tool_deltas import ChatDelta
+from inflight.serving.chat.tool_format_table import TOOL_FORMATS
+from inflight.serving.chat.tool_formats import Arguments, ToolFormat
+
+Call = tuple[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -18,22 +23,87 @@ class Answer:
     calls: tuple[tuple[str, dict[str, Any]], ...]
 
 
-def write_calls(parser: str, calls: Sequence[tuple[str, dict[str, Any]]], indent: int | None = None) -> str:
-    """Return calls as a model with that style writes them."""
-    key = "parameters" if parser == "llama3_json" else "arguments"
-    objects = [
-        json.dumps({"name": name, key: values}, ensure_ascii=False, indent=indent) for name, values in calls
+def write_calls(parser: str, calls: Sequence[Call], indent: int | None = None) -> str:
+    """Return calls as a model writes them in a format."""
+    form = TOOL_FORMATS[parser]
+    begin = form.begin if form.needs_marker else ""
+    if not (form.is_list or form.separator or form.call_begin):
+        return "\n".join(
+            f"{begin}{form.pads}{_write_call(form, call, indent)}{form.pads}{form.end}" for call in calls
+        )
+    separator = f"{form.separator} " if form.separator.strip() else "\n"
+    texts = separator.join(_write_call(form, call, indent) for call in calls)
+    return f"{begin}{f'[{texts}]' if form.is_list else texts}{form.end if form.needs_marker else ''}"
+
+
+def _write_call(form: ToolFormat, call: Call, indent: int | None) -> str:
+    name, values = call
+    number = ":0" if form.is_numbered else ""
+    match form.arguments:
+        case Arguments.OBJECT:
+            keys = {form.name_key: name, form.arguments_key: values}
+            return json.dumps(keys, ensure_ascii=False, indent=indent)
+        case Arguments.JSON:
+            text = json.dumps(values, ensure_ascii=False, indent=indent)
+        case Arguments.PYTHON:
+            text = f"({', '.join(f'{key}={value!r}' for key, value in values.items())})"
+        case Arguments.BARE_KEYS:
+            text = with_bare_keys(values, form.quote)
+        case Arguments.TAGS:
+            text = "".join(_tagged(form, key, value) for key, value in values.items())
+    return f"{form.call_begin}{name}{number}{form.name_end}{text}{form.call_end}"
+
+
+def _tagged(form: ToolFormat, key: str, value: Any) -> str:
+    tags = form.tags
+    assert tags is not None
+    pad = "\n" if tags.pads else ""
+    key_end = tags.text_key_end if isinstance(value, str) and tags.text_key_end else tags.key_end
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return f"\n{tags.key_begin}{key}{key_end}{tags.value_begin}{pad}{text}{pad}{tags.value_end}\n"
+
+
+def with_bare_keys(value: Any, quote: str) -> str:
+    """Return a value with keys without quotation marks, and texts between `quote`."""
+    if isinstance(value, str):
+        return f"{quote}{value}{quote}"
+    if isinstance(value, dict):
+        pairs = (f"{key}:{with_bare_keys(each, quote)}" for key, each in value.items())
+        return f"{{{','.join(pairs)}}}"
+    if isinstance(value, list):
+        return f"[{','.join(with_bare_keys(each, quote) for each in value)}]"
+    return json.dumps(value)
+
+
+def tools_of(calls: Sequence[Call]) -> list[dict[str, Any]]:
+    """Return tools whose schemas have the types of the calls' arguments."""
+    properties: dict[str, dict[str, Any]] = {}
+    for name, values in calls:
+        for key, value in values.items():
+            types = properties.setdefault(name, {}).setdefault(key, {"type": []})["type"]
+            types.append(_TYPES[type(value)])
+    return [
+        {"type": "function", "function": {"name": name, "parameters": {"properties": each}}}
+        for name, each in properties.items()
     ]
-    if parser == "llama3_json":
-        return "; ".join(objects)
-    if parser == "hermes":
-        return "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in objects)
-    return ("[TOOL_CALLS]" if parser == "mistral" else "") + f"[{', '.join(objects)}]"
 
 
-def joined(parser: str, parts: Sequence[str], forced: bool = False) -> tuple[str, list[dict[str, str]]]:
+_TYPES = {
+    type(None): "null",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+}
+
+
+def joined(
+    parser: str, parts: Sequence[str], forced: bool = False, tools: Sequence[dict[str, Any]] = ()
+) -> tuple[str, list[dict[str, str]]]:
     """Return content and calls, joined from deltas like a client does."""
-    stream = tool_call_stream(parser, forced)
+    stream = tool_call_stream(parser, forced, tools)
     deltas: list[ChatDelta] = [*(stream.add(part) for part in parts), stream.finish()]
     calls: list[dict[str, str]] = []
     for delta in deltas:
@@ -46,7 +116,9 @@ def joined(parser: str, parts: Sequence[str], forced: bool = False) -> tuple[str
     return "".join(delta.content for delta in deltas), calls
 
 
-def read(parser: str, parts: Sequence[str], forced: bool = False) -> Answer:
+def read(
+    parser: str, parts: Sequence[str], forced: bool = False, tools: Sequence[dict[str, Any]] = ()
+) -> Answer:
     """Parse an answer like `joined`, with parsed arguments."""
-    content, calls = joined(parser, parts, forced)
+    content, calls = joined(parser, parts, forced, tools)
     return Answer(content, tuple((call["name"], json.loads(call["arguments"])) for call in calls))

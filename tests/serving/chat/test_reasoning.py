@@ -14,6 +14,7 @@ from inflight.serving.chat.reasoning import (
     reasoning_stream,
     starts_inside,
 )
+from inflight.serving.chat.reasoning_formats import REASONING_FORMATS, REASONING_PARSERS
 from inflight.serving.chat.template import ChatTemplate
 from inflight.serving.chat.template_files import TemplateFiles
 from tests.serving.chat.answers import Answer, read, write_calls
@@ -179,3 +180,20 @@ def test_a_prompt_may_end_after_reasoning() -> None:
     assert not ends_reasoning("") and not ends_reasoning("x</think> y")
     assert ends_reasoning("rendered", {"content": "<think>a</think>b"})
     assert not ends_reasoning("rendered", {"content": "<think>a</think>b<think>c"})
+
+
+@pytest.mark.parametrize("parser", REASONING_PARSERS)
+def test_every_format_is_separated_in_any_pieces(parser: str) -> None:
+    form = REASONING_FORMATS[parser]
+    for skipped in ("", *form.skipped):
+        text = f"{form.begin}\nHm.\n{form.end}\n{skipped}\nYes {form.end} <"
+        for parts in ([text], list(text)):
+            assert split(parts, parser=parser) == ("Hm.", f"Yes {form.end} <")
+        rest = text.removeprefix(form.begin)
+        assert split(list(rest), True, parser) == split([rest], True, parser)
+        assert split([f"{skipped} Yes" if skipped else "Yes"], parser=parser) == ("", "Yes")
+    assert opens_reasoning(f"Hi{form.begin}\n", parser=parser)
+    assert starts_inside(parser, f"Hi{form.begin}\n") and ends_reasoning(f"Hi{form.end}\n\n", parser=parser)
+    named = "think" if form.end[2:] == "think>" else parser
+    source_text = f"{{# {form.begin} {form.end} #}}{{{{ messages[0].content }}}}"
+    assert ChatTemplate(TemplateFiles({"default": source_text}, {}, "x")).reasoning_style == named

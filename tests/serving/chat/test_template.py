@@ -102,7 +102,7 @@ def test_chats_are_rendered_as_by_transformers(
 def test_the_templates_cover_every_style() -> None:
     assert len(NAMES) >= 20
     styles = {template(name).style for name in NAMES}
-    assert styles == {"", "hermes", "llama3_json", "mistral"}
+    assert styles == {"", "hermes", "llama3_json", "mistral", "deepseek_v3"}
     assert template("qwen3").style == template("qwen2").style == template("smollm").style == "hermes"
     assert template("mistral_v3").style == template("mistral_nemo").style == "mistral"
     assert template("llama31").style == "llama3_json"
@@ -342,15 +342,16 @@ OBJECT = "{{ {'name': call.function.name, 'KEY': call.function.arguments} | tojs
         (OBJECT.replace("KEY", "parameters"), "llama3_json"),
         (f"<|python_tag|>{OBJECT.replace('KEY', 'parameters')}", "llama3_json"),
         (f"[{OBJECT}]", "json"),  # xLAM's form
-        # Functionary, Apriel, MiniMax, ToolACE, Qwen 3 Coder, GLM, Granite: no parser reads these.
-        ("<function={{ call.function.name }}>{{ call.function.arguments | tojson }}</function>", ""),
-        (f"<tool_calls>[{OBJECT}]</tool_calls>", ""),
-        (f"<tool_calls>\n{OBJECT}\n</tool_calls>", ""),
+        ("<function={{ call.function.name }}>{{ call.function.arguments | tojson }}</function>", "functionary"),
+        (f"<tool_calls>[{OBJECT}]</tool_calls>", "jamba"),
+        (f"<tool_calls>\n{OBJECT}\n</tool_calls>", "minimax"),
+        # These leave out arguments, or have a form that is not in the table.
         ("<minimax:tool_call><invoke name=\"{{ call.function.name }}\"></invoke></minimax:tool_call>", ""),
         ("[{{ call.function.name }}(city='{{ call.function.arguments.pr0be_key }}')]", ""),
         ("<tool_call>\n<function={{ call.function.name }}>\n</function>\n</tool_call>", ""),
         ("<tool_call>{{ call.function.name }}\n<arg_key>x</arg_key></tool_call>", ""),
-        (f"<|tool_call|>[{OBJECT}]", ""),
+        (f"<|tool_call|>[{OBJECT}]", "granite"),
+        (f"<calls>[{OBJECT}]</calls>", ""),
     ],
 )  # fmt: skip
 def test_the_call_style_is_detected_by_rendering_a_call(thinks: str, call: str, style: str) -> None:

@@ -13,21 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.errors import InvalidArgument
-from inflight.serving.chat.tool_calls import ChatDelta, tool_call_stream
+from inflight.serving.chat.tool_calls import tool_call_stream
+from inflight.serving.chat.tool_deltas import ChatDelta
+from inflight.serving.chat.tool_format_table import TOOL_CALL_PARSERS, TOOL_FORMATS, needs_special_tokens
 from inflight.serving.chat.tool_guides import forced_prefix
-from inflight.serving.chat.tool_styles import TOOL_CALL_PARSERS, needs_special_tokens
 from inflight.text.tokenizer import Tokenizer
-from tests.serving.chat.answers import Answer, joined, read, write_calls
+from tests.serving.chat.answers import Answer, joined, read, tools_of, write_calls
 from tests.text import tiny_tokenizers
 from tests.tiers import examples
 
+JSON_PARSERS = tuple(name for name, form in TOOL_FORMATS.items() if form.has_json)
 WEATHER = {"city": "Zürich", "days": 3, "nested": {"a": [1, {"b": "}"}]}}
 
 
 @pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
 def test_calls_of_every_style_are_parsed(parser: str) -> None:
     calls = [("weather", WEATHER), ("time", {}), ("weather", {"city": 'a "b" \\ {'})]
-    answer = read(parser, [write_calls(parser, calls)])
+    answer = read(parser, [write_calls(parser, calls)], tools=tools_of(calls))
     assert answer == Answer("", tuple(calls))
 
 
@@ -94,7 +96,7 @@ def test_examples_of_each_style_are_parsed(parser: str, text: str, content: str,
     assert read(parser, list(text)) == answer
 
 
-@pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
+@pytest.mark.parametrize("parser", JSON_PARSERS)
 def test_the_rest_of_a_cut_forced_call_is_dropped(parser: str) -> None:
     calls = [("f", {"a": 1}), ("g", {"b": "}"})]
     text = write_calls(parser, calls).removeprefix(forced_prefix(parser))
@@ -126,7 +128,9 @@ def test_ids_of_calls_have_the_form_that_the_style_needs() -> None:
         _, calls = joined(parser, [write_calls(parser, [("f", {}), ("g", {})])])
         ids = [call["id"] for call in calls]
         assert len(set(ids)) == 2
-        pattern = "[A-Za-z0-9]{9}" if parser == "mistral" else "call_[0-9a-f]{24}"
+        pattern = {"mistral": "[A-Za-z0-9]{9}", "kimi_k2": r"functions\.[fg]:[01]"}.get(
+            parser, "call_[0-9a-f]{24}"
+        )
         assert all(re.fullmatch(pattern, each) for each in ids)
 
 
@@ -150,12 +154,13 @@ def test_markers_may_be_special_tokens() -> None:
         assert not needs_special_tokens(plain, "mistral", "think")
 
 
+KEYS = st.from_regex("[a-z_]{1,5}", fullmatch=True)  # in some formats keys are names
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
     max_leaves=6,
 )
-ARGUMENTS = st.dictionaries(st.text(max_size=4), VALUES, max_size=3)
+ARGUMENTS = st.dictionaries(KEYS, VALUES, max_size=3)
 CALLS = st.lists(
     st.tuples(st.from_regex("[a-z_.-]{1,8}", fullmatch=True), ARGUMENTS),
     min_size=1,
@@ -169,14 +174,30 @@ def test_written_calls_are_parsed_in_any_pieces(
     parser: str, calls: list[tuple[str, dict[str, Any]]], indent: int | None, data: st.DataObject
 ) -> None:
     text = write_calls(parser, calls, indent)
-    assert read(parser, cut(text, data)) == Answer("", tuple(calls))
+    assert read(parser, cut(text, data), tools=tools_of(calls)) == Answer("", tuple(calls))
+
+
+ANY_KEYS = st.dictionaries(
+    st.text(max_size=4), VALUES | st.dictionaries(st.text(max_size=4), VALUES), max_size=3
+)
+
+
+@given(st.sampled_from(JSON_PARSERS), ANY_KEYS, st.sampled_from([None, 1]), st.data())
+@settings(max_examples=60, deadline=None)
+def test_json_arguments_may_have_any_keys(
+    parser: str, arguments: dict[str, Any], indent: int | None, data: st.DataObject
+) -> None:
+    calls = [("f", arguments), ("g", arguments)]
+    assert read(parser, cut(write_calls(parser, calls, indent), data)) == Answer("", tuple(calls))
 
 
 FRAGMENTS = [
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]", "[CALL_ID]", "[", "]", "{", "}",
     ",", ";", " ", "\n", '"', "\\", ":", "a", "name", '{"name": "f", ', '"arguments": {', '"parameters": ',
     '"x": 1}', "<", '{"name": "f", "arguments": {"a": "}"}}', '{"name": "g", "parameters": {}}', '"id": "7", ',
-    "null", "é", "f{}",
+    "null", "é", "f{}", "[f(a=1", "f(", ")]", "<function=f>", "<parameter=a>", "</parameter>", "</function>",
+    "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", '<|"|>', "<|tool_call>", "<tool_calls>",
+    "</tool_calls>", "call:f{",
 ]  # fmt: skip
 
 
@@ -261,7 +282,7 @@ def test_a_delta_has_one_entry_for_each_call(
     parser: str, calls: list[tuple[str, dict[str, Any]]], data: st.DataObject
 ) -> None:
     """Clients join several entries of a chunk with one index in different ways, and lose some."""
-    stream = tool_call_stream(parser)
+    stream = tool_call_stream(parser, tools=tools_of(calls))
     deltas = [*map(stream.add, cut(write_calls(parser, calls), data)), stream.finish()]
     for delta in (*deltas, ChatDelta.joined(deltas)):
         indices = [call.index for call in delta.tool_calls]

@@ -1,8 +1,8 @@
 """Separation of a model's reasoning from its answer while the text streams.
 
-Reasoning is `<think>…</think>` at the beginning of an answer. `<think>` is missing if the prompt ends with
-it or the model leaves it out. Tool calls are parsed afterwards from the rest of the answer. There is one
-parser for each text; it is used by one thread at a time.
+Reasoning stands between the marks of a format, such as `<think>…</think>`, at the beginning of an answer. The
+first mark is missing if the prompt ends with it or the model leaves it out. Tool calls are parsed afterwards
+from the rest of the answer. There is one parser for each text; it is used by one thread at a time.
 """
 
 from __future__ import annotations
@@ -10,67 +10,62 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from inflight.errors import InvalidArgument
 from inflight.serving.chat.held_text import HeldText, overlap
-
-THINK_BEGIN, THINK_END = "<think>", "</think>"
-REASONING_PARSERS = ("think", "deepseek_r1")
-"""Names of the parsers. think: reasoning begins with `<think>`, in the answer or in the prompt. deepseek_r1:
-everything before `</think>` is reasoning, for models that leave `<think>` out."""
+from inflight.serving.chat.reasoning_formats import ReasoningFormat, find_reasoning_format
 
 
 def reasoning_stream(parser: str, starts_inside: bool) -> ReasoningStream:
     """Return a parser for one answer.
 
     Args:
-        parser: One of REASONING_PARSERS; "" treats all text as content.
+        parser: One of reasoning_formats.REASONING_PARSERS; "" treats all text as content.
         starts_inside: Whether the answer begins with reasoning; see the function `starts_inside`.
 
     Raises:
         InvalidArgument: The parser does not exist.
     """
-    if parser and parser not in REASONING_PARSERS:
-        raise InvalidArgument(
-            f"the reasoning parser is {parser!r}, expected one of {', '.join(REASONING_PARSERS)}"
-        )
-    return ReasoningStream(
-        begin="" if not parser else THINK_BEGIN,
-        starts_inside=starts_inside and bool(parser),
-        may_begin_again=parser == "deepseek_r1",
-    )
+    form = find_reasoning_format(parser) if parser else ReasoningFormat("", "")
+    return ReasoningStream(form, starts_inside and bool(parser))
 
 
-def ends_reasoning(prompt: str, final_message: Mapping[str, Any] | None = None) -> bool:
+def ends_reasoning(
+    prompt: str, final_message: Mapping[str, Any] | None = None, parser: str = "think"
+) -> bool:
     """Return whether the prompt contains the end of the reasoning; arguments as in `starts_inside`."""
+    form = find_reasoning_format(parser)
     if final_message is not None:
         content = str(final_message.get("content") or "")
-        if content.rfind(THINK_END) > content.rfind(THINK_BEGIN):
+        if content.rfind(form.end) > content.rfind(form.begin):
             return True
-    return prompt.rstrip().endswith(THINK_END)
+    return prompt.rstrip().endswith(form.end)
 
 
 def starts_inside(parser: str, prompt: str, final_message: Mapping[str, Any] | None = None) -> bool:
     """Return whether the answer to a prompt begins inside the reasoning, without `<think>`.
 
     Args:
-        parser: One of REASONING_PARSERS, or "".
+        parser: One of reasoning_formats.REASONING_PARSERS, or "".
         prompt: The rendered prompt.
         final_message: The message that the answer continues; None if it begins a new message.
     """
     if not parser:
         return False
-    if opens_reasoning(prompt, final_message):
+    if opens_reasoning(prompt, final_message, parser):
         return True
-    return parser == "deepseek_r1" and final_message is None and not ends_reasoning(prompt)
+    is_always = find_reasoning_format(parser).is_always
+    return is_always and final_message is None and not ends_reasoning(prompt, parser=parser)
 
 
-def opens_reasoning(prompt: str, final_message: Mapping[str, Any] | None = None) -> bool:
-    """Return whether a prompt ends inside `<think>`; arguments as in `starts_inside`."""
+def opens_reasoning(
+    prompt: str, final_message: Mapping[str, Any] | None = None, parser: str = "think"
+) -> bool:
+    """Return whether a prompt ends inside the reasoning; arguments as in `starts_inside`."""
+    form = find_reasoning_format(parser)
     if final_message is not None:
         content = str(final_message.get("content") or "")
-        if content.rfind(THINK_BEGIN) > content.rfind(THINK_END):
+        if content.rfind(form.begin) > content.rfind(form.end):
             return True
-    return prompt.rstrip().endswith(THINK_BEGIN)
+    return prompt.rstrip().endswith(form.begin)
 
 
 class ReasoningStream:
@@ -81,17 +76,17 @@ class ReasoningStream:
     pieces.
 
     Args:
-        begin: Text that opens reasoning; "": there is no reasoning.
-        starts_inside: Whether the text begins with reasoning, without `begin`.
-        may_begin_again: Whether a text with `starts_inside` may nevertheless begin with `begin`, which is
-            then dropped.
+        form: The marks; with an empty `begin` there is no reasoning.
+        starts_inside: Whether the text begins with reasoning, without `begin`. If the format has reasoning
+            always, the text may nevertheless begin with `begin`, which is then dropped.
     """
 
-    def __init__(self, begin: str, starts_inside: bool, may_begin_again: bool = False) -> None:
-        self._begin = begin
+    def __init__(self, form: ReasoningFormat, starts_inside: bool) -> None:
+        self._begin, self._end = form.begin, form.end
+        self._skipped = form.skipped  # texts that may still follow
         self._text = ""
         self._otherwise = "inside" if starts_inside else "after"  # state without `begin`
-        is_open = not begin or (starts_inside and not may_begin_again)
+        is_open = not form.begin or (starts_inside and not form.is_always)
         self._place = self._otherwise if is_open else "start"
         self._reasoning = HeldText(drop_leading=True)
         self._drop_leading = False
@@ -109,16 +104,15 @@ class ReasoningStream:
         """End the text; return (reasoning, content): the remaining parts.
 
         Args:
-            is_cut: Whether a limit ended the text. An incomplete `<think>` or `</think>` at its end is then
-                dropped.
+            is_cut: Whether a limit ended the text. An incomplete mark at its end is then dropped.
         """
-        mark = {"start": self._begin, "inside": THINK_END}.get(self._place, "")
+        mark = {"start": self._begin, "inside": self._end}.get(self._place, "")
         if is_cut and len(self._text.lstrip()) > 1 and mark.startswith(self._text.lstrip()):
             self._text = ""
         if self._place == "start":
             self._place = self._otherwise
         if self._place == "after":
-            return "", self._content()
+            return "", self._content(is_end=True)
         self._reasoning.add(self._text)
         return self._reasoning.take(), ""
 
@@ -141,16 +135,23 @@ class ReasoningStream:
             self._place = self._otherwise
 
     def _inside(self) -> None:
-        thought, end, rest = self._text.partition(THINK_END)
+        thought, end, rest = self._text.partition(self._end)
         if end:
             self._reasoning.add(thought)
             self._text, self._place, self._drop_leading = rest, "after", True
             return
-        held = overlap(self._text, THINK_END)
+        held = overlap(self._text, self._end)
         self._reasoning.add(self._text[: len(self._text) - held])
         self._text = self._text[len(self._text) - held :]
 
-    def _content(self) -> str:
+    def _content(self, is_end: bool = False) -> str:
+        shown = self._text.lstrip()
+        if self._skipped and shown.startswith(self._skipped):
+            mark = next(each for each in self._skipped if shown.startswith(each))
+            self._text, self._drop_leading = shown[len(mark) :], True
+        elif not is_end and any(each.startswith(shown) for each in self._skipped):
+            return ""
+        self._skipped = ()
         text, self._text = self._text, ""
         if self._drop_leading:
             text = text.lstrip()
@@ -159,7 +160,7 @@ class ReasoningStream:
 
 
 class ReasoningTokens:
-    """Counter of an answer's reasoning tokens, including the tokens of `<think>` and `</think>`.
+    """Counter of an answer's reasoning tokens, including the tokens of the marks.
 
     Args:
         stream: A new parser, which only this counter uses.
@@ -179,7 +180,7 @@ class ReasoningTokens:
                 break
             raw = self._token_bytes[token_id] if token_id < len(self._token_bytes) else b""
             was_inside = self._stream.is_in_reasoning
-            # `<think>` and `</think>` are ASCII, so the decoding of other bytes does not matter.
+            # The marks are ASCII, so the decoding of other bytes does not matter.
             reasoning, _ = self._stream.add(raw.decode("latin-1"))
             self._num_undecided += 1
             if was_inside or reasoning or self._stream.is_in_reasoning:

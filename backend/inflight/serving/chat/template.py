@@ -16,7 +16,7 @@ import jinja2
 
 from inflight.errors import ConfigError, InvalidArgument, Name
 from inflight.serving.chat.messages import Message, MessageForm, plain_json, plain_messages
-from inflight.serving.chat.reasoning import THINK_END
+from inflight.serving.chat.reasoning_formats import reasoning_format_in
 from inflight.serving.chat.template_environment import (
     compile_template,
     constants_in,
@@ -62,8 +62,7 @@ class ChatTemplate:
         call_example: The beginning of a call in the template's form; "" if it writes no calls.
         takes_tools: Whether the template renders tools.
         takes_pictures: Whether the template has a place for pictures.
-        reasoning_style: Name of the parser in `reasoning.py` for the model's reasoning: think, or "" for
-            none.
+        reasoning_style: Name of the format in `reasoning_formats.py` of the model's reasoning; "" for none.
     """
 
     def __init__(self, files: TemplateFiles) -> None:
@@ -77,7 +76,7 @@ class ChatTemplate:
         self.style, self.call_example = calls.parser, calls.example
         self.takes_tools = for_tools is not None and bool(for_tools.trial.tools_name)
         self.takes_pictures = any(each.form.takes_pictures for each in self._by_name.values())
-        self.reasoning_style = "think" if THINK_END in files.sources.get(DEFAULT, "") else ""
+        self.reasoning_style = reasoning_format_in(files.sources.get(DEFAULT, ""))
 
     def render(
         self,

@@ -20,7 +20,7 @@ import jinja2
 from inflight.serving.chat.messages import EmptyContent, Message, MessageForm
 from inflight.serving.chat.template_environment import render_bounded
 from inflight.serving.chat.tool_calls import tool_call_stream
-from inflight.serving.chat.tool_styles import TOOL_CALL_PARSERS
+from inflight.serving.chat.tool_format_table import TOOL_CALL_PARSERS
 
 TOOLS_NAMES = ("tools", "xml_tools", "python_tools")
 """Names that templates use for the variable with the tools. Tools are passed by the first that a template
@@ -129,9 +129,10 @@ def find_call_style(trial: Trial, form: MessageForm) -> CallStyle:
         if begun is None or whole is None:
             continue
         written = whole[_common_length(begun, whole) :].strip()
-        for parser in _IN_ORDER:
-            if _reads(parser, written):
-                return CallStyle(parser, written[:_SHOWN])
+        lengths = {parser: _read(parser, written) for parser in TOOL_CALL_PARSERS}
+        readers = [parser for parser, length in lengths.items() if length is not None]
+        if readers:  # the best reader leaves the least of the call's syntax as content
+            return CallStyle(min(readers, key=lambda parser: lengths[parser] or 0), written[:_SHOWN])
         if not example and _PROBE in written:
             example = written[:_SHOWN]
     if example:
@@ -222,8 +223,8 @@ def _common_length(begun: str, whole: str) -> int:
     return max(common.rfind("\n"), common.rfind(">"), common.rfind("]")) + 1
 
 
-def _reads(parser: str, written: str) -> bool:
-    """Return whether a parser finds the call in `written`, without treating any part of the call as content."""
+def _read(parser: str, written: str) -> int | None:
+    """Return the length of what a parser treats as content in `written`; None if it does not read the call."""
     stream = tool_call_stream(parser)
     deltas = (stream.add(written), stream.finish())
     calls = [call for delta in deltas for call in delta.tool_calls]
@@ -231,13 +232,12 @@ def _reads(parser: str, written: str) -> bool:
     try:
         arguments = json.loads("".join(call.arguments for call in calls))
     except ValueError:
-        return False
+        return None
     names = [call.name for call in calls if call.name]
-    return names == [_NAME] and arguments == _ARGUMENTS and "pr0be" not in content
+    is_read = names == [_NAME] and arguments == _ARGUMENTS and "pr0be" not in content
+    return len(content) if is_read else None
 
 
-_IN_ORDER = ("hermes", "mistral", "llama3_json", "json")
-assert set(_IN_ORDER) == set(TOOL_CALL_PARSERS)
 _EXAMPLES = {
     "hermes": r'<tool_call>\s*\{\s*"name"\s*:',
     "mistral": r'\[TOOL_CALLS\]\s*\[\s*\{\s*"name"\s*:',

@@ -1,6 +1,6 @@
 """Guides that force tool calls: for tool_choice required, and for a named function.
 
-Builds the grammar of forced calls in each style of `tool_styles.py`. The engine enforces the guide, and
+Builds the grammar of forced calls in each format of `tool_format_table.py`. The engine enforces the guide, and
 `tool_calls.py` parses the text. Any thread.
 """
 
@@ -14,7 +14,8 @@ from typing import Any, cast
 from inflight.core.request.guide import Guide, GuideKind
 from inflight.errors import InvalidArgument, Name
 from inflight.serving.chat.messages import plain_json
-from inflight.serving.chat.tool_styles import find_tool_style
+from inflight.serving.chat.tool_format_table import find_tool_format
+from inflight.serving.chat.tool_formats import Arguments, ToolFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ def tool_guide(
     parser: str,
     parallel: bool = True,
     starts_inside_reasoning: bool = False,
+    reasoning_end: str = "</think>",
 ) -> Guide | None:
     """Return the guide for a request whose answer must be one or several tool calls; None if none is forced.
 
@@ -87,6 +89,7 @@ def tool_guide(
         parallel: Whether to allow several calls. A named function is always called once.
         starts_inside_reasoning: Whether the prompt has opened the reasoning, which the model must end before
             the calls.
+        reasoning_end: The text that ends the reasoning.
 
     Raises:
         InvalidArgument: As in `read_tool_choice`, or the parser does not exist.
@@ -94,36 +97,64 @@ def tool_guide(
     choice = read_tool_choice(tools, tool_choice)
     if not choice.is_forced:
         return None
-    style = find_tool_style(parser)
-    begin, end = ("<tool_call>\n", "\n</tool_call>") if style.end else ("", "")
+    form = find_tool_format(forced_parser(parser))
     structures = [
-        {
-            "name": name,
-            "begin": f'{begin}{{"name": {json.dumps(name)}, "{style.arguments_key}": ',
-            "schema": parameters,
-            "end": f"}}{end}",
-        }
+        {"name": name, "schema": parameters, **_texts(form, name)}
         for name, parameters in _functions(tools)
         if choice.mode == "required" or name == choice.name
     ]
+    begin, end = _group(form)
     sequence = {
-        "after": "</think>" if starts_inside_reasoning else "",
-        "begin": "[" if style.is_list else "",
-        "separator": f"{style.separator} " if style.separator else "\n",
-        "end": "]" if style.is_list else "",
+        "after": reasoning_end if starts_inside_reasoning else "",
+        "begin": begin,
+        "separator": f"{form.separator} " if form.separator.strip() else "\n",
+        "end": end,
         "only_one": choice.mode == "named" or not parallel,
     }
     return Guide(GuideKind.STRUCTURAL_TAG, json.dumps({"structures": structures, "sequence": sequence}))
 
 
+def forced_parser(parser: str) -> str:
+    """Return the format of forced calls: the model's own, or `json` if it has none or one without JSON.
+
+    The guide makes the model follow the format.
+    """
+    return parser if parser and find_tool_format(parser).has_json else "json"
+
+
 def forced_prefix(parser: str, starts_inside_reasoning: bool = False) -> str:
     """Return the text to append to a prompt whose answer follows a guide of `tool_guide`.
 
-    For Mistral's calls it is the marker, a special token, which a guide cannot require. It is "" for other
-    styles, and if the answer begins inside reasoning.
+    It is the format's marker if that is a special token, which a guide cannot require. It is "" for other
+    formats, and if the answer begins inside reasoning.
     """
-    style = find_tool_style(parser)
-    return style.marker if style.takes_names and not starts_inside_reasoning else ""
+    form = find_tool_format(forced_parser(parser))
+    return form.begin if form.has_special_marker and not starts_inside_reasoning else ""
+
+
+def _texts(form: ToolFormat, name: str) -> dict[str, str]:
+    """Return the texts that a guide requires before and after a call's arguments."""
+    begin, end = form.call_begin, form.call_end
+    if not _is_group(form) and form.needs_marker and not form.has_special_marker:
+        begin, end = f"{form.begin}{form.pads}{begin}", f"{end}{form.pads}{form.end}"
+    if form.arguments is Arguments.JSON:
+        number = ":0" if form.is_numbered else ""
+        return {"begin": f"{begin}{name}{number}{form.name_end}", "end": end}
+    keys = f'{{"{form.name_key}": {json.dumps(name)}, "{form.arguments_key}": '
+    return {"begin": f"{begin}{keys}", "end": f"}}{end}"}
+
+
+def _group(form: ToolFormat) -> tuple[str, str]:
+    """Return the texts that a guide requires before and after all calls."""
+    begin, end = ("[", "]") if form.is_list else ("", "")
+    if not _is_group(form):
+        return begin, end
+    return f"{'' if form.has_special_marker else form.begin}{begin}", f"{end}{form.end}"
+
+
+def _is_group(form: ToolFormat) -> bool:
+    """Return whether the markers stand around all calls, not around each."""
+    return form.needs_marker and bool(form.is_list or form.separator or form.call_begin)
 
 
 def _functions(tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
