@@ -14,7 +14,7 @@ from inflight.core.request.drafters import Drafters
 from inflight.core.request.prompt_lookup import PromptLookup
 from inflight.core.request.request import ExternalDraft, IterationInput, OutputOptions, Request
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.core.request.suffix_decoding import MAX_MATCH, MAX_PLACES, Place, Places, SuffixDecoding
+from inflight.core.request.suffix_decoding import MAX_MATCH, MAX_PLACES, PairPlaces, Place, SuffixDecoding
 from inflight.core.schedule.batch import ModelOutput
 from inflight.core.scheduler import Scheduler
 from tests.core.factories import make_limits, make_request
@@ -69,7 +69,7 @@ def test_nothing_is_proposed_without_an_earlier_occurrence() -> None:
 
 
 def test_answers_of_others_are_found_and_the_sequences_own_tokens_come_first() -> None:
-    answers = Places()
+    answers = PairPlaces()
     SuffixDecoding(first := [9], 4, answers).append((1, 2, 3, 4, 5))
     assert SuffixDecoding([7, 1, 2], 4, answers).propose(2) == (3, 4)
     assert SuffixDecoding([7, 1, 2, 6, 7, 1, 2], 4, answers).propose(2) == (6, 7)  # the longer one
@@ -80,7 +80,7 @@ def test_answers_of_others_are_found_and_the_sequences_own_tokens_come_first() -
 @pytest.mark.parametrize("capacity", [1, 7, 1000])
 def test_drafts_are_those_of_a_slow_search(capacity: int) -> None:
     rng, found = random.Random(capacity), 0
-    answers, log = Places(capacity), list[Place]()
+    answers, log = PairPlaces(capacity), list[Place]()
     for _ in range(15):
         texts = [rng.choices(range(3), k=rng.randint(0, 8)) for _ in range(3)]
         drafters = [SuffixDecoding(tokens, 6, answers) for tokens in texts]
@@ -109,7 +109,7 @@ def test_drafts_are_those_of_a_slow_search(capacity: int) -> None:
 
 
 def test_the_oldest_places_are_forgotten() -> None:
-    places, text = Places(3), [1, 2, 3, 1, 2, 4, 5, 6]
+    places, text = PairPlaces(3), [1, 2, 3, 1, 2, 4, 5, 6]
     for position in range(2, len(text)):
         places.add(text, position)
     assert len(places) == 3

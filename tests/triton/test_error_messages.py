@@ -158,7 +158,9 @@ def refusal(
         given = json.dumps(parameters or {})
         request.parameters = lambda: given
         sender = stage.take(request)
-        stage.front_end._lanes._pool.shutdown()  # wait for what is converted on another thread
+        lanes = stage.front_end._lanes
+        for pool in (lanes._pool_of_waits, lanes._pool):  # wait for what is converted on another thread
+            pool.shutdown()
         sent = sender.sent
         return error_in(sent[0].response if sent else None)
     finally:

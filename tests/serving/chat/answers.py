@@ -10,7 +10,7 @@ from typing import Any
 from inflight.serving.chat.tool_calls import tool_call_stream
 from inflight.serving.chat.tool_deltas import ChatDelta
 from inflight.serving.chat.tool_format_table import TOOL_FORMATS
-from inflight.serving.chat.tool_formats import Arguments, ToolFormat
+from inflight.serving.chat.tool_formats import ArgumentStyle, ToolFormat
 
 Call = tuple[str, dict[str, Any]]
 
@@ -40,16 +40,16 @@ def _write_call(form: ToolFormat, call: Call, indent: int | None) -> str:
     name, values = call
     number = ":0" if form.is_numbered else ""
     match form.arguments:
-        case Arguments.OBJECT:
+        case ArgumentStyle.OBJECT:
             keys = {form.name_key: name, form.arguments_key: values}
             return json.dumps(keys, ensure_ascii=False, indent=indent)
-        case Arguments.JSON:
+        case ArgumentStyle.JSON:
             text = json.dumps(values, ensure_ascii=False, indent=indent)
-        case Arguments.PYTHON:
+        case ArgumentStyle.PYTHON:
             text = f"({', '.join(f'{key}={value!r}' for key, value in values.items())})"
-        case Arguments.BARE_KEYS:
+        case ArgumentStyle.BARE_KEYS:
             text = with_bare_keys(values, form.quote)
-        case Arguments.TAGS:
+        case ArgumentStyle.TAGS:
             text = "".join(_tagged(form, key, value) for key, value in values.items())
     return f"{form.call_begin}{name}{number}{form.name_end}{text}{form.call_end}"
 

@@ -13,7 +13,7 @@ from inflight.serving.chat.template import ChatTemplate
 from inflight.serving.chat.template_environment import compile_template, render_bounded
 from inflight.serving.chat.template_files import TemplateFiles
 from inflight.serving.chat.tool_format_table import TOOL_CALL_PARSERS, TOOL_FORMATS
-from inflight.serving.chat.tool_formats import Arguments
+from inflight.serving.chat.tool_formats import ArgumentStyle
 from inflight.serving.chat.tool_values import read_python, read_tagged
 from tests.serving.chat.answers import Answer, Call, joined, read, tools_of, with_bare_keys, write_calls
 from tests.serving.chat.tool_templates import TOOL_TEMPLATES
@@ -67,7 +67,7 @@ def test_a_rendered_call_is_parsed_back(parser: str) -> None:
 def test_a_template_is_detected_by_its_calls(parser: str) -> None:
     part = TOOL_TEMPLATES[parser]
     part = part.replace("v | python", "v | tojson")
-    if TOOL_FORMATS[parser].arguments is Arguments.BARE_KEYS:
+    if TOOL_FORMATS[parser].arguments is ArgumentStyle.BARE_KEYS:
         quote = TOOL_FORMATS[parser].quote
         begin = part.index("{{ c.arguments | bare(")
         end = part.index("}}", begin) + 2

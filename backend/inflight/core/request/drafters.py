@@ -9,7 +9,7 @@ from typing import Protocol
 from inflight.core.request.draft_length import DraftLength
 from inflight.core.request.prompt_lookup import PromptLookup
 from inflight.core.request.request import Request
-from inflight.core.request.suffix_decoding import Places, SuffixDecoding
+from inflight.core.request.suffix_decoding import PairPlaces, SuffixDecoding
 from inflight.parameter_spec import Speculation
 
 
@@ -40,7 +40,7 @@ class Drafters:
 
     def __init__(self, speculation: Speculation | None) -> None:
         self._speculation = speculation
-        self._answers = Places()  # recent answers of requests without a salt
+        self._answers = PairPlaces()  # recent answers of requests without a salt
 
     def with_default(self, request: Request) -> Request:
         """Return the request with the server's number of draft tokens, unless it asks for drafts itself.

@@ -25,7 +25,7 @@ Place = tuple[list[int], int]
 """A text and the position of one of its tokens."""
 
 
-class Places:
+class PairPlaces:
     """The places that follow each pair of tokens in some texts, as far as they are among the latest ones.
 
     Adding a place takes constant time.
@@ -83,10 +83,10 @@ class SuffixDecoding:
         length: The length that the next draft should have at most, if drafts take time from other sequences.
     """
 
-    def __init__(self, tokens: list[int], most: int, answers: Places | None = None) -> None:
+    def __init__(self, tokens: list[int], most: int, answers: PairPlaces | None = None) -> None:
         self.length = DraftLength(most)
         self._tokens = tokens
-        self._own = Places()
+        self._own = PairPlaces()
         self._next_position = 2  # of the first token that is not indexed in `_own`
         self._answers = answers
         self._answer: list[int] = []  # of this sequence

@@ -14,7 +14,7 @@ from typing import Any
 from inflight.serving.chat.held_text import HeldText, overlap
 from inflight.serving.chat.tool_deltas import ChatDelta, ToolCallDelta, new_id, one_a_call
 from inflight.serving.chat.tool_format_table import find_tool_format
-from inflight.serving.chat.tool_formats import Arguments, ToolFormat
+from inflight.serving.chat.tool_formats import ArgumentStyle, ToolFormat
 from inflight.serving.chat.tool_heads import LONGEST_HEAD, Heads
 from inflight.serving.chat.tool_values import Nesting, Schemas, read_json, read_tagged, schemas_of
 
@@ -158,7 +158,7 @@ class ToolCallStream:
         if self._text[0] == "[" and form.is_list and not self._in_list:
             self._in_list = True
             self._hold(1)
-        elif form.arguments is not Arguments.OBJECT:
+        elif form.arguments is not ArgumentStyle.OBJECT:
             if form.call_begin.startswith(self._text) and self._text != form.call_begin:
                 return False
             if not self._text.startswith(form.call_begin) or (form.is_list and not self._in_list):
@@ -184,14 +184,14 @@ class ToolCallStream:
             return True
         self._name, length = found
         form = self._form
-        if form.arguments in (Arguments.JSON, Arguments.TAGS):
+        if form.arguments in (ArgumentStyle.JSON, ArgumentStyle.TAGS):
             self._begin_call(self._name)
             self._text = self._text[length:]
             self._num_values = 0
-            self._step = self._in_named_arguments if form.arguments is Arguments.JSON else self._in_tags
+            self._step = self._in_named_arguments if form.arguments is ArgumentStyle.JSON else self._in_tags
             return True
         self._hold(length)
-        quotes = ("'", '"') if form.arguments is Arguments.PYTHON else (form.quote,)
+        quotes = ("'", '"') if form.arguments is ArgumentStyle.PYTHON else (form.quote,)
         self._nesting, self._num_scanned = Nesting(quotes=quotes), 0
         self._step = self._in_whole_arguments
         return True

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from inflight.errors import InvalidArgument
 from inflight.serving.chat.reasoning_formats import find_reasoning_format
-from inflight.serving.chat.tool_formats import Arguments, Ids, Tags, ToolFormat
+from inflight.serving.chat.tool_formats import ArgumentStyle, ArgumentTags, Ids, ToolFormat
 from inflight.text.tokenizer import Tokenizer
 
-_XML_TAGS = Tags('<parameter name="', '">', "</parameter>", pads=True)
-_QWEN_TAGS = Tags("<parameter=", ">", "</parameter>", pads=True)
+_XML_TAGS = ArgumentTags('<parameter name="', '">', "</parameter>", pads=True)
+_QWEN_TAGS = ArgumentTags("<parameter=", ">", "</parameter>", pads=True)
 
 TOOL_FORMATS = {
     "llama3_json": ToolFormat(
@@ -42,7 +42,7 @@ TOOL_FORMATS = {
     ),
     "qwen3_coder": ToolFormat(
         "<tool_call>",
-        Arguments.TAGS,
+        ArgumentStyle.TAGS,
         "</tool_call>",
         call_begin="<function=",
         name_end=">",
@@ -51,14 +51,19 @@ TOOL_FORMATS = {
         models="Qwen3-Coder, Qwen 3.5, Step 3.5, Nemotron 3",
     ),
     "pythonic": ToolFormat(
-        "", Arguments.PYTHON, is_list=True, needs_marker=False, separator=",", models="Llama 3.2, ToolACE"
+        "", ArgumentStyle.PYTHON, is_list=True, needs_marker=False, separator=",", models="Llama 3.2, ToolACE"
     ),
     "llama4_pythonic": ToolFormat(
-        "<|python_start|>", Arguments.PYTHON, "<|python_end|>", is_list=True, separator=",", models="Llama 4"
+        "<|python_start|>",
+        ArgumentStyle.PYTHON,
+        "<|python_end|>",
+        is_list=True,
+        separator=",",
+        models="Llama 4",
     ),
     "deepseek_v3": ToolFormat(
         "<｜tool▁calls▁begin｜>",
-        Arguments.JSON,
+        ArgumentStyle.JSON,
         "<｜tool▁calls▁end｜>",
         call_begin="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
         name_end="\n```json\n",
@@ -68,7 +73,7 @@ TOOL_FORMATS = {
     ),
     "deepseek_v31": ToolFormat(
         "<｜tool▁calls▁begin｜>",
-        Arguments.JSON,
+        ArgumentStyle.JSON,
         "<｜tool▁calls▁end｜>",
         call_begin="<｜tool▁call▁begin｜>",
         name_end="<｜tool▁sep｜>",
@@ -78,12 +83,12 @@ TOOL_FORMATS = {
     ),
     "deepseek_v32": ToolFormat(
         "<｜DSML｜function_calls>",
-        Arguments.TAGS,
+        ArgumentStyle.TAGS,
         "</｜DSML｜function_calls>",
         call_begin='<｜DSML｜invoke name="',
         name_end='">',
         call_end="</｜DSML｜invoke>",
-        tags=Tags(
+        tags=ArgumentTags(
             '<｜DSML｜parameter name="',
             '" string="false">',
             "</｜DSML｜parameter>",
@@ -93,14 +98,14 @@ TOOL_FORMATS = {
     ),
     "glm45": ToolFormat(
         "<tool_call>",
-        Arguments.TAGS,
+        ArgumentStyle.TAGS,
         "</tool_call>",
-        tags=Tags("<arg_key>", "</arg_key>", "</arg_value>", value_begin="<arg_value>"),
+        tags=ArgumentTags("<arg_key>", "</arg_key>", "</arg_value>", value_begin="<arg_value>"),
         models="GLM 4.5 and later",
     ),
     "kimi_k2": ToolFormat(
         "<|tool_calls_section_begin|>",
-        Arguments.JSON,
+        ArgumentStyle.JSON,
         "<|tool_calls_section_end|>",
         call_begin="<|tool_call_begin|>functions.",
         name_end="<|tool_call_argument_begin|>",
@@ -112,7 +117,7 @@ TOOL_FORMATS = {
     ),
     "minimax_m2": ToolFormat(
         "<minimax:tool_call>",
-        Arguments.TAGS,
+        ArgumentStyle.TAGS,
         "</minimax:tool_call>",
         call_begin='<invoke name="',
         name_end='">',
@@ -127,7 +132,7 @@ TOOL_FORMATS = {
     "phi4_mini_json": ToolFormat("functools", is_list=True, separator=",", models="Phi-4-mini"),
     "gemma4": ToolFormat(
         "<|tool_call>",
-        Arguments.BARE_KEYS,
+        ArgumentStyle.BARE_KEYS,
         "<tool_call|>",
         call_begin="call:",
         quote='<|"|>',
@@ -135,18 +140,18 @@ TOOL_FORMATS = {
     ),
     "functiongemma": ToolFormat(
         "<start_function_call>",
-        Arguments.BARE_KEYS,
+        ArgumentStyle.BARE_KEYS,
         "<end_function_call>",
         call_begin="call:",
         quote="<escape>",
         models="FunctionGemma",
     ),
     "olmo3": ToolFormat(
-        "<function_calls>", Arguments.PYTHON, "</function_calls>", separator="\n", models="OLMo 3"
+        "<function_calls>", ArgumentStyle.PYTHON, "</function_calls>", separator="\n", models="OLMo 3"
     ),
     "lfm2": ToolFormat(
         "<|tool_call_start|>",
-        Arguments.PYTHON,
+        ArgumentStyle.PYTHON,
         "<|tool_call_end|>",
         is_list=True,
         separator=",",
@@ -159,7 +164,7 @@ TOOL_FORMATS = {
     "smollm2": ToolFormat("<tool_call>", end="</tool_call>", is_list=True, separator=",", models="SmolLM 2"),
     "seed_oss": ToolFormat(
         "<seed:tool_call>",
-        Arguments.TAGS,
+        ArgumentStyle.TAGS,
         "</seed:tool_call>",
         call_begin="<function=",
         name_end=">",
@@ -178,12 +183,12 @@ TOOL_FORMATS = {
     ),
     "step3": ToolFormat(
         "<｜tool_calls_begin｜>",
-        Arguments.TAGS,
+        ArgumentStyle.TAGS,
         "<｜tool_calls_end｜>",
         call_begin='<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="',
         name_end='">',
         call_end="</steptml:invoke><｜tool_call_end｜>",
-        tags=Tags('<steptml:parameter name="', '">', "</steptml:parameter>"),
+        tags=ArgumentTags('<steptml:parameter name="', '">', "</steptml:parameter>"),
         models="Step 3",
     ),
     "longcat": ToolFormat(
@@ -191,7 +196,7 @@ TOOL_FORMATS = {
     ),
     "functionary": ToolFormat(
         "<function=",
-        Arguments.JSON,
+        ArgumentStyle.JSON,
         "</function>",
         name_end=">",
         models="Functionary 3.1, Llama 3.1 with own functions",

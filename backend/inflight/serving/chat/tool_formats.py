@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Arguments(Enum):
+class ArgumentStyle(Enum):
     """How a call's arguments are written."""
 
     OBJECT = "one JSON object has the name and the arguments"
@@ -29,7 +29,7 @@ class Ids(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Tags:
+class ArgumentTags:
     """The texts around an argument's key and value.
 
     Attributes:
@@ -59,18 +59,18 @@ class ToolFormat:
         begin: Marker before a call or a group of calls; "": none.
         arguments: How the arguments are written.
         end: Text after a call or a group of calls; "": none.
-        name_key: Key of the name, with Arguments.OBJECT.
-        arguments_key: Key of the arguments, with Arguments.OBJECT.
+        name_key: Key of the name, with ArgumentStyle.OBJECT.
+        arguments_key: Key of the arguments, with ArgumentStyle.OBJECT.
         is_list: Whether calls are items of a list, `[…, …]`.
         needs_marker: Whether calls begin only after a marker; otherwise also at the beginning of the text.
         separator: Text between two calls after one marker; "": none, or each call has its own marker.
         call_begin: Text before each call's name; "": none.
         name_end: Text between the name and the arguments; "": none.
         call_end: Text after each call; "": none.
-        takes_names: Whether a call with Arguments.OBJECT may also be written as `name{…}` or `name[ARGS]{…}`.
+        takes_names: Whether a call with ArgumentStyle.OBJECT may also be written as `name{…}` or `name[ARGS]{…}`.
         is_numbered: Whether `:` and the call's number follow the name.
-        tags: Texts around keys and values, with Arguments.TAGS.
-        quote: The quotation mark, with Arguments.BARE_KEYS.
+        tags: Texts around keys and values, with ArgumentStyle.TAGS.
+        quote: The quotation mark, with ArgumentStyle.BARE_KEYS.
         ids: The form of ids that the model's template requires.
         has_special_marker: Whether `begin` is a special token, which a guide cannot require.
         pads: Text between the markers and the call that a guide requires.
@@ -78,7 +78,7 @@ class ToolFormat:
     """
 
     begin: str
-    arguments: Arguments = Arguments.OBJECT
+    arguments: ArgumentStyle = ArgumentStyle.OBJECT
     end: str = ""
     name_key: str = "name"
     arguments_key: str = "arguments"
@@ -90,7 +90,7 @@ class ToolFormat:
     call_end: str = ""
     takes_names: bool = False
     is_numbered: bool = False
-    tags: Tags | None = None
+    tags: ArgumentTags | None = None
     quote: str = '"'
     ids: Ids = Ids.RANDOM
     has_special_marker: bool = False
@@ -100,4 +100,4 @@ class ToolFormat:
     @property
     def has_json(self) -> bool:
         """Return whether arguments are JSON, which a guide can force."""
-        return self.arguments in (Arguments.OBJECT, Arguments.JSON)
+        return self.arguments in (ArgumentStyle.OBJECT, ArgumentStyle.JSON)

@@ -15,7 +15,7 @@ from inflight.core.request.guide import Guide, GuideKind
 from inflight.errors import InvalidArgument, Name
 from inflight.serving.chat.messages import plain_json
 from inflight.serving.chat.tool_format_table import find_tool_format
-from inflight.serving.chat.tool_formats import Arguments, ToolFormat
+from inflight.serving.chat.tool_formats import ArgumentStyle, ToolFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def _texts(form: ToolFormat, name: str) -> dict[str, str]:
     begin, end = form.call_begin, form.call_end
     if not _is_group(form) and form.needs_marker and not form.has_special_marker:
         begin, end = f"{form.begin}{form.pads}{begin}", f"{end}{form.pads}{form.end}"
-    if form.arguments is Arguments.JSON:
+    if form.arguments is ArgumentStyle.JSON:
         number = ":0" if form.is_numbered else ""
         return {"begin": f"{begin}{name}{number}{form.name_end}", "end": end}
     keys = f'{{"{form.name_key}": {json.dumps(name)}, "{form.arguments_key}": '

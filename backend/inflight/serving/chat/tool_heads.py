@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
 
-from inflight.serving.chat.tool_formats import Arguments, ToolFormat
+from inflight.serving.chat.tool_formats import ArgumentStyle, ToolFormat
 from inflight.serving.chat.tool_values import read_bare_keys, read_json, read_python
 
 LONGEST_HEAD = 1024
@@ -70,7 +70,7 @@ class Heads:
 
     def is_cut_head(self, text: str) -> bool:
         """Return whether the text may be a call that ends before its arguments."""
-        if self.form.arguments is not Arguments.OBJECT:
+        if self.form.arguments is not ArgumentStyle.OBJECT:
             return False
         return self.cut_head.match(text) is not None
 
@@ -89,13 +89,13 @@ class Heads:
 
     def whole_arguments(self, text: str) -> dict[str, Any] | None:
         """Return arguments in Python's syntax or with bare keys, brackets included; None if they are invalid."""
-        if self.form.arguments is Arguments.PYTHON:
+        if self.form.arguments is ArgumentStyle.PYTHON:
             return read_python(text[1:])
         return read_bare_keys(text, self.form.quote)
 
     def begins_call(self, text: str) -> bool:
         """Return whether a text after a call may be another call."""
-        if self.form.arguments is Arguments.PYTHON:
+        if self.form.arguments is ArgumentStyle.PYTHON:
             return text[0].isalpha() or text[0] == "_"
         return text[0] == "{"
 
@@ -144,7 +144,7 @@ class Heads:
         form = self.form
         if form.tags is not None:
             return (form.tags.key_begin, form.call_end.strip() or form.end)
-        return ("(",) if form.arguments is Arguments.PYTHON else ("{",)
+        return ("(",) if form.arguments is ArgumentStyle.PYTHON else ("{",)
 
     def tagged(self, text: str) -> tuple[str, str, bool | None]:
         """Split the text between an argument's first and last tag.
