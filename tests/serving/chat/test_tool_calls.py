@@ -162,7 +162,7 @@ VALUES = st.recursive(
 )
 ARGUMENTS = st.dictionaries(KEYS, VALUES, max_size=3)
 CALLS = st.lists(
-    st.tuples(st.from_regex("[a-z_.-]{1,8}", fullmatch=True), ARGUMENTS),
+    st.tuples(st.from_regex("[a-z_][a-z_.-]{0,7}", fullmatch=True), ARGUMENTS),
     min_size=1,
     max_size=3,
 )  # fmt: skip
