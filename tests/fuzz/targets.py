@@ -1,4 +1,4 @@
-"""What is fuzzed: each target passes bytes from outside to one of this package's parsers.
+"""Functions to fuzz: each passes bytes from outside to one of this package's parsers.
 
 A target may raise the errors that its parser documents; anything else is a finding.
 """

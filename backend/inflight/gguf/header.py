@@ -9,7 +9,7 @@ file.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -131,7 +131,7 @@ def _read_tensors(states: tuple[tuple[Path, int, int], ...]) -> GgufHeader:
 
 
 @contextmanager
-def _utf8_texts(path: Path) -> Iterator[None]:
+def _utf8_texts(path: Path) -> Generator[None]:
     """Raise ConfigError if the package gguf finds a text that is not UTF-8."""
     try:
         yield

@@ -7,7 +7,7 @@ config.json for the kind of model. Their precedence for added tokens is that of 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +47,7 @@ class TokenizerFiles:
 
 
 @contextmanager
-def library_errors_as(kind: type[InflightError], message: str) -> Iterator[None]:
+def library_errors_as(kind: type[InflightError], message: str) -> Generator[None]:
     """Raise an error of class `kind` with this message in place of any error of the `tokenizers` library.
 
     Its panics are not of the class Exception.
