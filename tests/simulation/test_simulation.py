@@ -162,6 +162,10 @@ def test_a_stop_may_wait_behind_endings_of_ended_requests_and_before_a_failed_ad
     run(kind(draw_with_everybody_leaving(seed)))
 
 
+def test_a_chunk_inside_a_picture_ends_where_others_end():
+    run(two_in_flight(draw_with_longest_prefix_first(4162625443)).with_spans())
+
+
 @pytest.mark.parametrize(("seed", "kind"), [(1569892154, three_stages), (1569893545, one_in_flight)])
 def test_a_bad_device_neither_loses_restarted_rows_nor_opens_a_static_batch(seed, kind):
     run(kind(draw_with_a_bad_device(seed)))

@@ -178,7 +178,7 @@ class MicroBatchScheduler:
         end = last // size * size
         for boundary in (end + size, end):
             span = span_at(request.rules.spans, boundary)
-            if span and span[0] <= last:
+            if span and boundary > start and span[0] <= last:
                 end = span[1] if span[1] <= last else span[0]
                 break
         return max(0, end - start)
