@@ -153,11 +153,28 @@ def test_a_load_ends_at_the_first_block_that_cannot_be_read(make, tmp_path):
     assert store.memory.blocks[13][0] == 13
 
 
-def test_a_dropped_block_is_not_loaded_even_if_it_waits_to_be_written(make, tmp_path):
+@pytest.fixture
+def may_write(monkeypatch):
+    """An event: files are written only once it is set."""
+    event = threading.Event()
+    write = BlockFiles.write
+
+    def write_later(files, key, content):
+        assert event.wait(60)
+        return write(files, key, content)
+
+    monkeypatch.setattr(BlockFiles, "write", write_later)
+    return event
+
+
+def test_a_dropped_block_is_not_loaded_even_if_it_waits_to_be_written(make, tmp_path, may_write):
     store = make(tmp_path, host_blocks=4)
+    may_write.set()
     store.save(a=1)
+    may_write.clear()
     store.store.carry_out(StoreCommands(saves=pieces(b=2)))
     store.store.carry_out(StoreCommands(drops=(A, B, C)))
+    may_write.set()
     assert not {A, B} & set(store.drain().saved)
     for number, name in enumerate("ab"):
         assert store.load(number, **{name: 9}).loads == (LoadResult(number, 0),)
@@ -185,20 +202,6 @@ def test_a_block_that_is_saved_twice_takes_host_memory_once(make):
         store.save(a=1)
     assert store.save(b=2, c=3).dropped == (A,)
     assert store.load(0, b=9, c=8).loads == (LoadResult(0, 2),)
-
-
-@pytest.fixture
-def may_write(monkeypatch):
-    """An event: files are written only once it is set."""
-    event = threading.Event()
-    write = BlockFiles.write
-
-    def write_later(files, key, content):
-        assert event.wait(60)
-        return write(files, key, content)
-
-    monkeypatch.setattr(BlockFiles, "write", write_later)
-    return event
 
 
 def test_a_block_that_is_saved_again_after_a_drop_is_there(make, tmp_path, may_write):
