@@ -24,9 +24,8 @@ _TOKENS_PER_BLOCK = 32
 _MESSAGE_TOKENS, _ANSWER_TOKENS = (16, 128), (16, 128)  # of each request, at least and at most
 _SLOTS = 8
 _MAX_NUM_TOKENS = 512
-_WEIGHTS_TOKENS = (
-    32  # an iteration's time beside its tokens, as a number of tokens: that of reading the weights
-)
+_WEIGHTS_TOKENS = 32
+"""Time to read the weights in an iteration, as the number of tokens that are computed in that time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from inflight.errors import ConfigError
 from inflight.file_names import native
-from inflight.json_values import is_list, is_object, positive_int
+from inflight.json_values import MAX_NUMBER, is_list, is_object, positive_int
 from inflight.multimodal import Multimodal, find_text_part
 from inflight.positions import longest_sequence
 
@@ -24,8 +24,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 """Possible dtypes of unquantized weights."""
 
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
-_MAX_NUMBER = 10**15
-"""More than any size or factor of a model, and so small that products of two numbers can be integers."""
 MAX_COUNT = 10_000
 """More layers or heads than any model has. Descriptions list all of them, so their number must be bounded."""
 _POSITIVE_INT, _POSITIVE = "an integer >= 1", "a number > 0"
@@ -117,8 +115,7 @@ class ConfigFile:
         found = self.value(key) if key in self.values else default
         if type(found) is not int or found < 0:
             raise self.error(key, "an integer >= 0")
-        self._bounded(key, found)
-        return found
+        return self._bounded(key, found)
 
     def number_or_none(self, key: str) -> float | None:
         """Return a positive number; None if absent."""
@@ -148,13 +145,11 @@ class ConfigFile:
         """Return a list of positive numbers."""
 
         def is_valid(value: Any) -> bool:
-            return is_list(value) and all(
-                type(item) in (int, float) and 0 < item <= _MAX_NUMBER for item in value
-            )
+            return is_list(value) and all(type(item) in (int, float) and item > 0 for item in value)
 
         expected = "a list of numbers > 0"
         found = self._required(key, self._checked(key, is_valid, expected), expected)
-        return tuple(float(item) for item in found)
+        return tuple(float(self._bounded(key, item)) for item in found)
 
     def token_ids(self, key: str) -> tuple[int, ...] | None:
         """Return the ids of a token id or list of token ids, without negative ones; None if absent."""
@@ -175,8 +170,8 @@ class ConfigFile:
 
     def _bounded(self, key: str, value: _T) -> _T:
         """Return `value`, which is a number or None; raise ConfigError if it is too large to compute with."""
-        if isinstance(value, int | float) and value > _MAX_NUMBER:
-            raise self.error(key, f"at most {_MAX_NUMBER}")
+        if isinstance(value, int | float) and value > MAX_NUMBER:
+            raise self.error(key, f"at most {MAX_NUMBER}")
         return value
 
     def _required(self, key: str, value: _T | None, expected: str) -> _T:

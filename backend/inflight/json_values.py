@@ -6,6 +6,8 @@ from typing import Any, TypeGuard
 
 Json = dict[str, Any]
 """A JSON object."""
+MAX_NUMBER = 10**15
+"""More than any size or factor of a model, and so small that products of two numbers can be integers."""
 
 
 def is_object(value: Any) -> TypeGuard[dict[str, Any]]:

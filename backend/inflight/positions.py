@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from inflight.json_values import is_object, positive_int
+from inflight.json_values import MAX_NUMBER, is_object, positive_int
 
 _KEY, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 
@@ -179,6 +179,6 @@ def _scaled(section: Mapping[str, Any], values: Mapping[str, Any], positions: in
     factor = section.get("factor")
     if (section.get("rope_type") or section.get("type")) not in ("linear", "yarn"):
         return 0
-    if not isinstance(factor, int | float) or not 0 < factor < 1e15:
+    if not isinstance(factor, int | float) or not 0 < factor <= MAX_NUMBER:
         return 0
     return int(factor * _original(section, values, positions))

@@ -33,7 +33,9 @@ from inflight.text.tokenizer import Tokenizer
 from tests.receipts.factories import make_document
 
 DATA = Path(__file__).parent
-_SCRATCH = Path(tempfile.mkdtemp(prefix="inflight-fuzz-"))
+_FOLDER = tempfile.TemporaryDirectory(prefix="inflight-fuzz-")
+_SCRATCH = Path(_FOLDER.name)
+_UNCONNECTED = socket.socket(socket.AF_UNIX)
 
 PUBLISHED: dict[str, Any] = json.loads((DATA.parent / "models" / "published_configs.json").read_text("utf-8"))
 _CONFIGS = sorted(PUBLISHED)
@@ -101,7 +103,7 @@ def endpoint_frames(data: bytes) -> None:
     """Messages of the engine and of front ends, whole."""
     for decode in (
         frames.decode_from_engine,
-        frames.FrontEndFrames(_unconnected()).decode,
+        frames.FrontEndFrames(_UNCONNECTED).decode,
         frames.frame_length,
     ):
         with contextlib.suppress(InflightError):
@@ -214,11 +216,6 @@ def receipt(data: bytes) -> None:
                 to_request(parse(document).request)
 
 
-def _unconnected() -> socket.socket:
-    return _SOCKET
-
-
-_SOCKET = socket.socket(socket.AF_UNIX)
 _TOKENIZER = {
     "version": "1.0",
     "truncation": None,

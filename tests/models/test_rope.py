@@ -108,6 +108,10 @@ def test_tables_hold_every_position(tmp_path: Path) -> None:
         ({"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5, expected 1.0"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1}}}, "a set for each layer type"),
         ({"rope_theta": -1}, "'rope_theta' is -1, expected a number > 0"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1e16] * 4, "long_factor": [1.0] * 4}},
+            f"expected at most {10**15}",
+        ),
     ],
 )
 def test_unsupported_rope_settings_are_refused_by_name(

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from inflight.openai import __main__ as openai_command
-from inflight.openai import options
 from inflight.openai.options import (
     API_KEYS_VARIABLE,
     OpenAiOptions,
@@ -19,7 +18,8 @@ from inflight.openai.options import (
     to_arguments,
 )
 from inflight.server import cli
-from inflight.serving.chat import reasoning_formats, tool_format_table
+from inflight.serving.chat.reasoning_formats import REASONING_PARSERS
+from inflight.serving.chat.tool_format_table import TOOL_CALL_PARSERS
 from tests.openai_endpoint.serving import make_certificate
 
 
@@ -57,9 +57,11 @@ def test_to_arguments_keeps_all_options_except_keys(tmp_path: Path) -> None:
     assert read(*arguments, environment={API_KEYS_VARIABLE: " ".join(found.api_keys)}) == found
 
 
-def test_the_flags_list_the_existing_parsers() -> None:
-    assert ("auto", "none", *tool_format_table.TOOL_CALL_PARSERS) == options.TOOL_CALL_PARSERS
-    assert ("auto", "none", *reasoning_formats.REASONING_PARSERS) == options.REASONING_PARSERS
+def test_the_flags_take_every_parser() -> None:
+    for parser in ("auto", "none", *TOOL_CALL_PARSERS):
+        assert read("--tool-call-parser", parser).tool_call_parser == parser
+    for parser in ("auto", "none", *REASONING_PARSERS):
+        assert read("--reasoning-parser", parser).reasoning_parser == parser
 
 
 def test_every_flag_is_documented() -> None:

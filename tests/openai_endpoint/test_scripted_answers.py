@@ -308,10 +308,13 @@ def test_chunks_with_the_prompt_are_made_off_the_event_loop(
         ):
             monkeypatch.setattr(f"inflight.openai.{module}.event", watched)
             made_on.clear()
-            with_usage = {
-                "stream_options": {"include_usage": True}
-            }  # in a chunk of its own, even of a merged answer
-            asked = {**body, "stream": True, "return_token_ids": True, **with_usage}
+            # The usage is in a chunk of its own, even of a merged answer.
+            asked = {
+                **body,
+                "stream": True,
+                "return_token_ids": True,
+                "stream_options": {"include_usage": True},
+            }
             streamed = httpx.post(f"{url}/v1/{route}", json=asked).text
             assert streamed.count('"prompt_token_ids"') == 1
             assert streamed.index('"prompt_token_ids"') < streamed.index("\n\n")

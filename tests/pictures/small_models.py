@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from io import BytesIO
 from pathlib import Path
@@ -16,6 +17,7 @@ import transformers
 from PIL import Image
 from tokenizers import decoders, models, pre_tokenizers
 
+from inflight.pictures.encoder import PictureEncoder
 from tests.models.zoo_configs import CASES as TEXT_CASES
 from tests.models.zoo_configs import COMMON
 from tests.models.zoo_multimodal import MULTIMODAL, OTHER_PARTS
@@ -164,6 +166,21 @@ _IN_ONE_FILE = (
 )  # as transformers 5 saves processors
 CASES = tuple(_PROCESSORS)
 """Names of the families."""
+
+
+@dataclass(frozen=True)
+class SmallModel:
+    """A saved model of a case, with transformers' whole model and our encoder of it."""
+
+    name: str
+    folder: Path
+    whole: Any
+    encoder: PictureEncoder
+
+    @property
+    def place(self) -> str:
+        """The text that stands for a picture."""
+        return placeholder(self.name)
 
 
 def placeholder(case: str) -> str:

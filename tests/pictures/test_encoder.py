@@ -7,7 +7,6 @@ import json
 import math
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -27,24 +26,17 @@ from inflight.pictures.decode import read_pictures
 from inflight.pictures.encoded_prompt import MAX_PICTURE_BYTES, EncodedPrompt
 from inflight.pictures.encoder import PictureEncoder
 from inflight.text.tokenizer import Tokenizer
-from tests.pictures.small_models import CASES, picture, placeholder, save_model
+from tests.pictures.small_models import CASES, SmallModel, picture, placeholder, save_model
 from tests.tiers import with_all
 
 VOCAB_SIZE = 1000
 WIDE, TALL = picture(30, 18), picture(13, 27, seed=1)
 
 
-@dataclass(frozen=True)
-class Case:
-    name: str
-    folder: Path
-    whole: Any
-    encoder: PictureEncoder
-
+class Case(SmallModel):
     @property
     def text(self) -> str:
-        place = placeholder(self.name)
-        return f"<s>Compare {place} with {place}, please."
+        return f"<s>Compare {self.place} with {self.place}, please."
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,10 +14,10 @@ from inflight.pictures.encoder import PictureEncoder
 from tests.engine.serving import Served, config_of, load, serve
 from tests.pictures.small_models import (
     CASES,
+    SmallModel,
     expected_beams,
     expected_tokens,
     picture,
-    placeholder,
     save_model,
 )
 from tests.tiers import with_all
@@ -31,17 +28,7 @@ RECURRENT = ("qwen3.5-vision", "qwen3.5-moe-vision")
 """Models with recurrent layers, which reuse only prefixes whose recurrent state is kept."""
 
 
-@dataclass(frozen=True)
-class Case:
-    name: str
-    folder: Path
-    whole: Any
-    encoder: PictureEncoder
-
-    @property
-    def place(self) -> str:
-        return placeholder(self.name)
-
+class Case(SmallModel):
     def load(self, num_blocks: int = 400) -> ModelEngine:
         return load(self.folder, num_blocks)
 

@@ -12,9 +12,9 @@ CONVERT = "convert it: AutoModelForCausalLM.from_pretrained(A).save_pretrained(B
 
 
 class Level(Enum):
-    """Severity of a finding.
+    """How bad the finding of a check is.
 
-    GREEN: nothing to do. YELLOW: works, but could be better. RED: a server cannot serve.
+    GREEN: nothing to do. YELLOW: a server works, but not as well as it could. RED: a server cannot serve.
     """
 
     GREEN = "green"

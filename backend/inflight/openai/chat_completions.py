@@ -21,9 +21,9 @@ from inflight.openai.sampling import BodySettings, choose_seed
 from inflight.openai.serving_model import ServingModel
 from inflight.openai.streaming import JsonAnswer, event, made, while_connected
 from inflight.serving.chat.reasoning import ReasoningTokens, reasoning_stream
+from inflight.serving.chat.special_markers import needs_special_tokens
 from inflight.serving.chat.tool_calls import tool_call_stream
 from inflight.serving.chat.tool_deltas import ChatDelta, ToolCallDelta
-from inflight.serving.chat.tool_format_table import needs_special_tokens
 
 router = APIRouter()
 

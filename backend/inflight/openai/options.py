@@ -18,65 +18,13 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from inflight.pictures import options as picture_options
+from inflight.serving.chat import reasoning_formats, tool_format_table
 
 API_KEYS_VARIABLE = "INFLIGHT_API_KEY"
 """The environment variable with API keys, separated by spaces, commas or line ends."""
 
-TOOL_CALL_PARSERS = (
-    "auto",
-    "none",
-    "llama3_json",
-    "hermes",
-    "mistral",
-    "json",
-    "qwen3_coder",
-    "pythonic",
-    "llama4_pythonic",
-    "deepseek_v3",
-    "deepseek_v31",
-    "deepseek_v32",
-    "glm45",
-    "kimi_k2",
-    "minimax_m2",
-    "granite",
-    "granite-20b-fc",
-    "phi4_mini_json",
-    "gemma4",
-    "functiongemma",
-    "olmo3",
-    "lfm2",
-    "minimax",
-    "jamba",
-    "smollm2",
-    "seed_oss",
-    "internlm",
-    "nemotron",
-    "step3",
-    "longcat",
-    "functionary",
-    "command_a",
-)
-REASONING_PARSERS = (
-    "auto",
-    "none",
-    "think",
-    "deepseek_r1",
-    "mistral",
-    "openai_gptoss",
-    "gemma4",
-    "seed_oss",
-    "granite",
-    "command_a",
-    "apertus",
-    "longcat",
-    "exaone_deep",
-    "apriel",
-    "reflection",
-    "hunyuan_a13b",
-    "ernie45",
-)
-"""Values of --reasoning-parser. Repeated here, because this module must not import the parsers in
-`serving/chat`."""
+TOOL_CALL_PARSERS = ("auto", "none", *tool_format_table.TOOL_CALL_PARSERS)
+REASONING_PARSERS = ("auto", "none", *reasoning_formats.REASONING_PARSERS)
 
 MAX_BODY_BYTES = 16 << 20
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

@@ -48,7 +48,7 @@ class PicturesClient:
         vocab_size: int,
         special_tokens: SpecialTokens | None = None,
     ) -> EncodedPrompt:
-        """Return the encoded prompt.
+        """Have the process encode a prompt with pictures; return its tokens and the rows of its pictures.
 
         Args:
             text, vocab_size, special_tokens: As of `PictureEncoder.encode`.

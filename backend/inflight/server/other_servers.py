@@ -38,11 +38,6 @@ SAME: Mapping[str, str] = {
 """The option here, by another server's flag with one value: a flag, or `--set` and a parameter."""
 
 
-def flags_that_set(parameter: str) -> list[str]:
-    """Return the other servers' flags that set a parameter."""
-    return [flag for flag, option in SAME.items() if option == f"--set {parameter}"]
-
-
 SAME_VALUES: Mapping[str, Mapping[str, str]] = {
     "--dtype": {
         "auto": "",
@@ -198,6 +193,11 @@ FLAGS = (*SAME, *SWITCHES, *DIFFERENT)
 """Flags of other servers that are understood or answered."""
 
 _FLAG = re.compile(r"--[a-zA-Z][\w-]*")
+
+
+def flags_that_set(parameter: str) -> list[str]:
+    """Return the other servers' flags that set a parameter."""
+    return [flag for flag, option in SAME.items() if option == f"--set {parameter}"]
 
 
 def translate(arguments: Sequence[str]) -> list[str]:

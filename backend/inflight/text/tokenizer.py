@@ -144,6 +144,11 @@ class Tokenizer:
         """Ids of the special tokens."""
         return self._special_ids
 
+    @cached_property
+    def special_texts(self) -> frozenset[str]:
+        """Spellings of the special tokens within a text."""
+        return frozenset(map(self.special_text, self._special_ids)) - {""}
+
     def added_token_id(self, text: str) -> int | None:
         """Return the id of the added token, special or not, with this spelling; None if there is none."""
         return self._added_ids.get(text)

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.errors import InvalidArgument
+from inflight.serving.chat.special_markers import needs_special_tokens
 from inflight.serving.chat.tool_calls import tool_call_stream
 from inflight.serving.chat.tool_deltas import ChatDelta
-from inflight.serving.chat.tool_format_table import TOOL_CALL_PARSERS, TOOL_FORMATS, needs_special_tokens
+from inflight.serving.chat.tool_format_table import TOOL_CALL_PARSERS, TOOL_FORMATS
 from inflight.serving.chat.tool_guides import forced_prefix
 from inflight.text.tokenizer import Tokenizer
 from tests.serving.chat.answers import Answer, joined, read, tools_of, write_calls

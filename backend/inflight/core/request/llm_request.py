@@ -284,7 +284,7 @@ class LlmRequest:
 
     @property
     def num_generated(self) -> int:
-        """Number of generated tokens."""
+        """Number of tokens after the prompt."""
         return len(self.tokens) - self.prompt_length
 
     @property

@@ -123,30 +123,13 @@ class NativeDecoder:
         self._first_layer = part.layers[0]
         self._layers = (LayerStruct * len(self._packed))(*(layer.struct for layer in self._packed))
         held = part.held_config(config)
-        for layer, window in zip(self._layers, layer_windows[slice(*part.layers)]):
-            layer.recent, layer.sinks = (0, 0) if window is None else (window.recent, window.sinks)
-        for layer, is_bidirectional in zip(self._layers, held.bidirectional_layers):
-            layer.is_bidirectional = is_bidirectional
         self._position_embedding = weights.position_embedding
         self._embedding = weights.embedding  # None also if its rows are the output projection's columns
         if weights.lm_head is not None and weights.final_norm is not None:
             self._lm_head, self._lm_head_tensors = weights.lm_head.struct, weights.lm_head.tensors
             self._final_norm, self._final_norm_tensors = packer.norm(weights.final_norm)
         self._norm = weights.final_norm
-        ropes = config.ropes[slice(*part.layers)]
-        self._rope_tables = {
-            rope: rope_tables(rope, config.rotary_head_dim, max_sequence_length)
-            for rope in dict.fromkeys(ropes)
-            if rope is not None
-        }
-        for layer, rope in zip(self._layers, ropes, strict=True):
-            if rope is not None:
-                layer.cos, layer.sin = (table.data_ptr() for table in self._rope_tables[rope])
-        if config.attention_temperature is not None:
-            self._query_factors = query_factors(config.attention_temperature, max_sequence_length)
-            for index, layer in enumerate(self._layers):
-                if held.has_temperature(index):
-                    layer.query_factors = self._query_factors.data_ptr()
+        self._set_positions(held, layer_windows[slice(*part.layers)], max_sequence_length)
         self._adapters = PackedAdapters(packer.library, config, part, self.dtype)
         self._logits_memory = Recycled()
         self._cache: KvCache | None = None
@@ -160,6 +143,31 @@ class NativeDecoder:
                 "lower engine_threads, or raise this process's limits"
             )
         self.row_kernels = NativeRowKernels(self._library, self._handle)
+
+    def _set_positions(
+        self, held: DecoderConfig, windows: tuple[AttentionWindow | None, ...], max_sequence_length: int
+    ) -> None:
+        """Describe to the library what depends on positions in each of this rank's layers.
+
+        The layers are those of `held`. Their rotary tables and factors of queries stay in this object.
+        """
+        for layer, window in zip(self._layers, windows, strict=True):
+            layer.recent, layer.sinks = (0, 0) if window is None else (window.recent, window.sinks)
+        for layer, is_bidirectional in zip(self._layers, held.bidirectional_layers):
+            layer.is_bidirectional = is_bidirectional
+        self._rope_tables = {
+            rope: rope_tables(rope, held.rotary_head_dim, max_sequence_length)
+            for rope in dict.fromkeys(held.ropes)
+            if rope is not None
+        }
+        for layer, rope in zip(self._layers, held.ropes, strict=True):
+            if rope is not None:
+                layer.cos, layer.sin = (table.data_ptr() for table in self._rope_tables[rope])
+        if held.attention_temperature is not None:
+            self._query_factors = query_factors(held.attention_temperature, max_sequence_length)
+            for index, layer in enumerate(self._layers):
+                if held.has_temperature(index):
+                    layer.query_factors = self._query_factors.data_ptr()
 
     def forward(
         self,

@@ -188,7 +188,7 @@ def _read_minimax_m2(config: ConfigFile) -> DecoderConfig:
     """Read the config of MiniMax-M2: experts chosen by sigmoids and biases, and norms over all heads together."""
     num_layers = config.positive_int("num_hidden_layers")
     kinds = config.value("attn_type_list")
-    if kinds is not None and (not is_list(kinds) or any(kind != 1 for kind in kinds)):
+    if kinds is not None and (not is_list(kinds) or not kinds or any(kind != 1 for kind in kinds)):
         raise config.error("attn_type_list", "1, softmax attention, for every layer, or no such key")
     head_dim = read_head_dim(config, _MINIMAX_M2_HEAD_DIM)
     rotary_dim = config.int_or_none("rotary_dim") or head_dim

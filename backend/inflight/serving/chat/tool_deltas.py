@@ -47,6 +47,8 @@ class ChatDelta:
 
 def one_a_call(deltas: Sequence[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
     """Join the deltas of each call, because clients expect at most one entry for each call index in a chunk."""
+    if len(deltas) < 2:
+        return tuple(deltas)
     firsts: dict[int, ToolCallDelta] = {}
     arguments: dict[int, list[str]] = {}
     for delta in deltas:

@@ -1,11 +1,12 @@
-"""The table of the formats of tool calls, named like vLLM's parsers where it has one. Immutable; any thread."""
+"""The table of the formats of tool calls, named like vLLM's parsers where it has one.
+
+Immutable. Standard library only; any thread.
+"""
 
 from __future__ import annotations
 
 from inflight.errors import InvalidArgument
-from inflight.serving.chat.reasoning_formats import find_reasoning_format
 from inflight.serving.chat.tool_formats import ArgumentStyle, ArgumentTags, Ids, ToolFormat
-from inflight.text.tokenizer import Tokenizer
 
 _XML_TAGS = ArgumentTags('<parameter name="', '">', "</parameter>", pads=True)
 _QWEN_TAGS = ArgumentTags("<parameter=", ">", "</parameter>", pads=True)
@@ -225,23 +226,3 @@ def find_tool_format(parser: str) -> ToolFormat:
             f"the tool call parser is {parser!r}, expected one of {', '.join(TOOL_CALL_PARSERS)}"
         )
     return TOOL_FORMATS[parser]
-
-
-def needs_special_tokens(tokenizer: Tokenizer, tool_parser: str, reasoning_parser: str) -> bool:
-    """Return whether the parsers need special tokens of the model, so that texts must include special tokens.
-
-    Args:
-        tokenizer: Tokenizer of the model.
-        tool_parser: One of TOOL_CALL_PARSERS, or "" for none.
-        reasoning_parser: One of `reasoning_formats.REASONING_PARSERS`, or "" for none.
-    """
-    texts: list[str] = []
-    if reasoning_parser:
-        reasoning = find_reasoning_format(reasoning_parser)
-        texts += [reasoning.begin, reasoning.end, *reasoning.skipped]
-    if tool_parser:
-        form = find_tool_format(tool_parser)
-        tags = (form.tags.key_begin, form.tags.value_begin, form.tags.value_end) if form.tags else ()
-        texts += [form.begin, form.end, form.call_begin, form.name_end, form.call_end, form.quote, *tags]
-    special = [tokenizer.special_text(index) for index in tokenizer.special_ids]
-    return any(token and token in text for token in special for text in texts)

@@ -20,7 +20,7 @@ from inflight.serving.chat.tool_formats import ArgumentStyle, ToolFormat
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """A client's tool_choice.
+    """Whether an answer may or must call functions, as a client's tool_choice says.
 
     Attributes:
         mode: none, auto, required, or named.

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
+
+from inflight.serving.chat.held_text import overlap
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON schemas of each function's parameters: by the function's name, and by the parameter's."""
@@ -23,7 +26,6 @@ class Nesting:
     def __init__(self, depth: int = 0, quotes: tuple[str, ...] = ('"',)) -> None:
         self._depth = depth
         self._quotes = quotes
-        self._escapes = all(len(each) == 1 for each in quotes)
         self._quote = ""  # the quotation mark of the string at the position; "": none
         self._is_escaped = False
 
@@ -35,34 +37,34 @@ class Nesting:
             incomplete quotation mark at the end of the text is not scanned.
         """
         place = start
-        while place < len(text):
-            character = text[place]
-            if self._is_escaped:
-                self._is_escaped = False
-            elif self._escapes and self._quote and character == "\\":
-                self._is_escaped = True
-            elif mark := self._mark_at(text, place):
+        if self._is_escaped and place < len(text):
+            self._is_escaped = False
+            place += 1
+        while found := _next_mark(self._quotes, self._quote).search(text, place):
+            mark, place = found[0], found.end()
+            if mark in self._quotes:
                 self._quote = "" if self._quote else mark
-                place += len(mark)
-                continue
-            elif self._is_part_of_mark(text, place):
-                return -1, place
-            elif not self._quote and character in "{[(":
+            elif mark[0] == "\\":
+                self._is_escaped = len(mark) == 1
+            elif mark in "{[(":
                 self._depth += 1
-            elif not self._quote and character in "}])":
+            else:
                 self._depth -= 1
                 if self._depth == 0:
-                    return place + 1, place + 1
-            place += 1
-        return -1, place
-
-    def _mark_at(self, text: str, place: int) -> str:
+                    return place, place
         marks = (self._quote,) if self._quote else self._quotes
-        return next((mark for mark in marks if text.startswith(mark, place)), "")
+        return -1, len(text) - max(overlap(text[place:], mark) for mark in marks)
 
-    def _is_part_of_mark(self, text: str, place: int) -> bool:
-        marks = (self._quote,) if self._quote else self._quotes
-        return any(len(text) - place < len(mark) and mark.startswith(text[place:]) for mark in marks)
+
+@functools.cache
+def _next_mark(quotes: tuple[str, ...], quote: str) -> re.Pattern[str]:
+    """Return a pattern of what changes the nesting next, in a string that `quote` opened or, if "", outside."""
+    marks = [re.escape(mark) for mark in ((quote,) if quote else quotes)]
+    if not quote:
+        marks.append(r"[\[\](){}]")
+    elif all(len(each) == 1 for each in quotes):
+        marks.append(r"\\.?")
+    return re.compile("|".join(marks), re.DOTALL)
 
 
 def read_python(text: str) -> dict[str, Any] | None:
