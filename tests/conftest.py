@@ -104,14 +104,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
 
 
 class ServerScheduling(LoadFileScheduling):
-    """pytest-xdist's scheduling by file, with files that need the same server as one."""
+    """pytest-xdist's scheduling by file, with files that need the same server as one.
+
+    Tests of a GPU are distributed one by one, as they compile kernels, which takes minutes on one processor.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
-        return _group(self.config.rootpath / nodeid.partition("::")[0])
+        return _group(self.config.rootpath / nodeid.partition("::")[0]) or nodeid
 
 
 @functools.cache
-def _group(path: Path) -> str:
-    """Return the first shared server that a file's functions take, or else the file."""
-    taken = set(re.findall(r"(?<![\w.])\w+(?=[,:)\"])", path.read_text(encoding="utf-8")))
+def _group(path: Path) -> str | None:
+    """Return the first shared server that a file's functions take, or else the file; None for tests of a GPU."""
+    text = path.read_text(encoding="utf-8")
+    if re.search(r"^pytestmark = \[\s*pytest\.mark\.gpu", text, re.MULTILINE):
+        return None
+    taken = set(re.findall(r"(?<![\w.])\w+(?=[,:)\"])", text))
     return next((servers[0] for servers in SHARED_SERVERS if not taken.isdisjoint(servers)), str(path))

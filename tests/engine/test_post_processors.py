@@ -27,12 +27,12 @@ SIZE = 2
 
 def no_repeats(req_id, logits, ids, stream_ptr, client_id):
     """Logits post-processor equal to the control no_repeat_ngram_size, by transformers."""
-    logits[0] = NoRepeatNGramLogitsProcessor(SIZE)(torch.tensor(ids), logits[0].clone())
+    logits[0] = NoRepeatNGramLogitsProcessor(SIZE)(torch.tensor(ids, device=logits.device), logits[0].clone())
 
 
 def no_repeats_batched(req_ids, logits, ids, stream_ptr, client_ids):
     return [
-        NoRepeatNGramLogitsProcessor(SIZE)(torch.tensor(beams), each[0].clone())[None]
+        NoRepeatNGramLogitsProcessor(SIZE)(torch.tensor(beams, device=each.device), each[0].clone())[None]
         for each, beams in zip(logits, ids, strict=True)
     ]
 

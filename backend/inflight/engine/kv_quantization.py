@@ -42,7 +42,9 @@ class KvQuantization:
         """Quantize `numbers` [..., head_dim]; return levels of the same shape, in dtype `stored`, and their scales
         [...] float32."""
         wide = numbers.float()
-        scales = wide.abs().amax(-1).div_(self.largest).clamp_min_(MIN_SCALE)
+        scales = wide.abs().amax(-1)
+        # By a tensor: torch on a GPU multiplies by a number's reciprocal instead, which may change a level.
+        scales = scales.div_(torch.full_like(scales, self.largest)).clamp_min_(MIN_SCALE)
         levels = (wide / scales[..., None]).nan_to_num_(0.0)
         if self.name == FP8:
             return levels.to(_FLOAT8).view(self.stored), scales

@@ -25,7 +25,9 @@ _NUMBERS_AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 24}
 def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return int8 levels [rows, inner] and a float32 scale per row; a row's largest magnitude becomes 127."""
     wide = weight.float()
-    scales = wide.abs().amax(1) / INT8_LEVELS
+    largest = wide.abs().amax(1)
+    # By a tensor: torch on a GPU multiplies by a number's reciprocal instead, which may change a level.
+    scales = largest / torch.full_like(largest, INT8_LEVELS)
     return (wide / scales.clamp_min(MIN_SCALE)[:, None]).round_().to(torch.int8), scales
 
 

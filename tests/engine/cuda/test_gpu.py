@@ -176,6 +176,19 @@ def test_every_layer_kernel_passes_the_check_at_load(
     assert not caplog.records
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", ["qwen3.5", "kimi-linear", "nemotron-h", "falcon-h1", "lfm2"])
+def test_kernels_of_recurrent_layers_pass_the_check_at_load(
+    zoo: Zoo, case: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    from inflight.engine.layers.kernel_operations import KernelLayerOperations  # imports triton
+
+    decoder = read_model_description(zoo[case].folder).decoder
+    operations = find_operations(decoder, dtype, torch.device("cuda"))
+    assert operations.parts == KernelLayerOperations(decoder).parts
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("quantization", [INT8_LEVELS, FP8_LEVELS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt-oss", "gemma2"])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from inflight.engine import load_decoder
 from inflight.engine.engine import ModelEngine
 from inflight.engine.layers import quantized_linear
+from inflight.engine.layers.grouped_linear import GroupedLinear
 from inflight.engine.layers.decoder import Decoder
 from inflight.engine.layers.quantized_linear import (
     Products,
@@ -22,6 +23,7 @@ from inflight.engine.layers.quantized_linear import (
     quantize_float8,
 )
 from inflight.engine.layers.torch_sink import TorchSink
+from inflight.engine.quantize import quantize_matrix
 from inflight.errors import ConfigError
 from inflight.models.decoder_weights import PlainWeights
 from tests.engine.driver import Driver, alone, load_engine
@@ -231,6 +233,25 @@ def test_fp8_is_refused_for_compiled_layers_and_computed_by_torch(zoo: Zoo) -> N
     ):
         load_engine(zoo["llama"].folder, dtype="fp8", kernels="native")
     assert load_engine(zoo["llama"].folder, dtype="fp8").kernels == "torch"
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_by_row"), [((80, 1008), True), ((80, 1000), False), ((50, 1008), False), ((16, 16), True)]
+)
+@pytest.mark.parametrize("weight_dtype", ["fp8", None])
+def test_a_gpu_that_multiplies_float8_does_not_get_other_shapes(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], is_by_row: bool, weight_dtype: str | None
+) -> None:
+    """Matrices of other shapes are unpacked inside the kernel instead of being converted for every product."""
+    monkeypatch.setattr(Products, "why_no_float8", "")
+    sink = TorchSink(torch.bfloat16, CPU, weight_dtype)
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    stored = quantize_matrix(weight, "fp8")
+    linear = sink.linear(weight if weight_dtype else stored)
+    assert type(linear) is (QuantizedLinear if is_by_row else GroupedLinear)
+    x = torch.randn((3, shape[1]), generator=torch.Generator().manual_seed(2)).bfloat16()
+    exact = x.float() @ weight.T
+    assert (linear(x).float() - exact).square().mean().sqrt() / exact.std() < 0.06
 
 
 def test_float8_maps_a_rows_maximum_to_the_largest_level() -> None:

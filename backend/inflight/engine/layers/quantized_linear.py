@@ -30,10 +30,12 @@ Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A function of x [rows, in], levels [out, in] and scales [out] float32, which returns the product [rows, out] in
 x's dtype."""
 
+FLOAT8_MULTIPLE = 16
+"""GPUs multiply float8 matrices whose numbers of outputs and inputs are multiples of this."""
+
 _log = logging.getLogger(__name__)
 _TRIED_ROWS = (1, 17, 33, 65, 129)
 _TRIED_OUTPUTS = 64
-_PROBE = 16  # outputs and inputs of the matrix with which float8 hardware is tried
 # Relative to the largest result: bfloat16 has errors of 0.004, and a wrong operator has much larger ones.
 _TOLERANCE = 0.02
 
@@ -89,7 +91,7 @@ class Products:
         """The reason why the device does not multiply float8; empty if it does."""
         if self._device.type != "cuda":
             return "only GPUs do"
-        probe = quantize_float8(torch.eye(_PROBE, device=self._device))
+        probe = quantize_float8(torch.eye(FLOAT8_MULTIPLE, device=self._device))
         reason = self._try(self._float8_product, *probe)
         if not reason:
             self._quantize = find_float8_quantizer(self._device, self._computed)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from inflight.config import FP8, INT8
 from inflight.engine.layers.grouped_linear import MIN_GROUP, GroupedLinear, tile_of, why_not
-from inflight.engine.layers.quantized_linear import Products, QuantizedLinear
+from inflight.engine.layers.quantized_linear import FLOAT8_MULTIPLE, Products, QuantizedLinear
 from inflight.engine.quantize import quantize_matrix
 from inflight.errors import ConfigError
 from inflight.models import ModelDescription
@@ -116,7 +116,7 @@ class TorchSink(Sink[LayerWeights, Linear]):
         stored = quantize_matrix(matrix, self.weight_dtype) if isinstance(matrix, Tensor) else matrix
         if isinstance(stored, Tensor):
             return Linear(stored)
-        if self._is_multiplied_by_row(stored.kind):
+        if self._is_multiplied_by_row(stored):
             levels, scales = (
                 each.to(self.device).contiguous() for each in (stored.values, stored.scales[:, 0])
             )
@@ -125,13 +125,16 @@ class TorchSink(Sink[LayerWeights, Linear]):
         linear = GroupedLinear.of(stored, self.computed, self.device)
         return replace(linear, has_kernel=self._has_kernel(stored, linear))
 
-    def _is_multiplied_by_row(self, kind: MatrixKind) -> bool:
-        """Whether a `QuantizedLinear` computes matrices of this format."""
-        if kind is MatrixKind.INT8_BY_ROW:
+    def _is_multiplied_by_row(self, matrix: GroupedMatrix) -> bool:
+        """Whether a `QuantizedLinear` computes matrices of this format and shape."""
+        if matrix.kind is MatrixKind.INT8_BY_ROW:
             # Not a checkpoint's levels: their sums, not yet scaled, may overflow in float16.
             return self.weight_dtype == INT8
-        is_float8 = kind is MatrixKind.FLOAT8_BY_ROW
-        return is_float8 and (self.weight_dtype == FP8 or not self._products.why_no_float8)
+        if matrix.kind is not MatrixKind.FLOAT8_BY_ROW:
+            return False
+        if self._products.why_no_float8:
+            return self.weight_dtype == FP8
+        return all(side % FLOAT8_MULTIPLE == 0 for side in matrix.shape)
 
     def _has_kernel(self, matrix: GroupedMatrix, linear: GroupedLinear) -> bool:
         """Whether the kernel multiplies matrices of this form correctly on this device; False on a CPU."""
