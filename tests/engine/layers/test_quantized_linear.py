@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from inflight.engine import load_decoder
 from inflight.engine.engine import ModelEngine
 from inflight.engine.layers import quantized_linear
-from inflight.engine.layers.grouped_linear import GroupedLinear
 from inflight.engine.layers.decoder import Decoder
+from inflight.engine.layers.grouped_linear import GroupedLinear
 from inflight.engine.layers.quantized_linear import (
     Products,
     QuantizedLinear,
