@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from inflight.adapters.commands import AdapterCommands
     from inflight.batch_manager import GptManager
     from inflight.batch_manager.instruments import Instruments
+    from inflight.batch_manager.kv_event_publisher import KvEventPublisher
     from inflight.batch_manager.watchdog import Watchdog
     from inflight.block_store import HostBlockStore
-    from inflight.config import Parameters
+    from inflight.config import Parameters, SchedulingConfig
     from inflight.core.ports import (
         GetInferenceRequestsCallback,
         ReturnMetricsCallback,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from inflight.errors import InflightError
     from inflight.guided.compiler import ChildCompiler
     from inflight.load_model import LoadedModel, LoadModel
+    from inflight.parameter_spec import KvEventsConfig
     from inflight.ranks.rank_context import RankContext
     from inflight.receipts.engine_part import EngineReceipts
 
@@ -247,7 +249,7 @@ def start_engine(
     parameters = replace(
         parameters, scheduler=replace(parameters.scheduler, has_block_store=saves_blocks(parameters, model))
     )
-    scheduler = Scheduler(parameters.scheduler, limits)
+    scheduler = Scheduler(_with_kv_events(parameters), limits)
     instruments = _make_instruments(parameters, limits, return_metrics, on_hang)
     adapters = make_adapters(parameters, model, lambda: manager.notify())
     receipts = _make_receipts(parameters, model, lambda: manager.notify())
@@ -433,6 +435,15 @@ def _describe(parameters: Parameters, model: LoadedModel) -> EngineDescription:
     )
 
 
+def _with_kv_events(parameters: Parameters) -> SchedulingConfig:
+    """Return the scheduler's part of the parameters, with room for the events of an iteration if they are
+    published."""
+    config, found = parameters.kv_events_config, parameters.scheduler
+    if config is None:
+        return found
+    return replace(found, kv_event_buffer_size=max(found.kv_event_buffer_size, config.max_queue_size))
+
+
 def _make_instruments(
     parameters: Parameters,
     limits: EngineLimits,
@@ -445,16 +456,31 @@ def _make_instruments(
     from inflight.batch_manager.statistics_rings import StatisticsRings
     from inflight.serving.memory import measure_memory
 
-    path = parameters.record_path
+    path, config = parameters.record_path, parameters.kv_events_config
     num_events = parameters.scheduler.kv_event_buffer_size
     return Instruments(
         recorder=JsonRecorder(path, parameters.scheduler, limits) if path else None,
         watchdog=_make_watchdog(parameters, on_hang),
         rings=StatisticsRings(parameters.iter_stats_max_iterations, parameters.request_stats_max_iterations),
         kv_events=KvEventBuffer(num_events) if num_events else None,
+        kv_publisher=None if config is None else _make_kv_publisher(config, parameters, limits),
         return_metrics=return_metrics,
         measure_memory=measure_memory,
     )
+
+
+def _make_kv_publisher(
+    config: KvEventsConfig, parameters: Parameters, limits: EngineLimits
+) -> KvEventPublisher:
+    """Raises ConfigError if no block can be found again, or an address of `config` cannot be used."""
+    from inflight.batch_manager.kv_event_publisher import KvEventPublisher
+
+    if not parameters.scheduler.enable_kv_cache_reuse:
+        raise ConfigError(
+            "kv_events_config is given, but enable_kv_cache_reuse is false, so no request would find a KV block"
+        )
+    saved = "CPU" if parameters.kv_cache_dir is None else "DISK"
+    return KvEventPublisher(config, limits.tokens_per_block, saved)
 
 
 def _make_watchdog(parameters: Parameters, on_hang: OnHang | None) -> Watchdog | None:

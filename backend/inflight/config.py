@@ -24,6 +24,7 @@ from inflight.parameter_spec import (
     DATA_TYPES,
     DEVICES,
     ENGINE_ONLY,
+    KV_EVENTS,
     NAMED_FOLDERS,
     NAMES,
     SPECIAL_TOKENS,
@@ -31,6 +32,7 @@ from inflight.parameter_spec import (
     TEXT,
     TOKEN_IDS,
     WINDOWS,
+    KvEventsConfig,
     ParameterKind,
     ParameterSpec,
     Role,
@@ -54,6 +56,7 @@ __all__ = [
     "CapacityPolicy",
     "ChunkingPolicy",
     "EngineConfig",
+    "KvEventsConfig",
     "ParameterSpec",
     "Parameters",
     "Role",
@@ -481,6 +484,13 @@ class Parameters:
         integer(1),
         "files in kv_cache_dir that were not used for so many seconds are removed",
         behind="kv_cache_disk_bytes",
+    )
+    kv_events_config: KvEventsConfig | None = parameter(
+        None,
+        KV_EVENTS,
+        "publish KV cache events by ZeroMQ, in vLLM's format: JSON with the names of its --kv-events-config; "
+        "default: they are not published",
+        behind="kv_cache_max_age_s",
     )
     cancellation_check_period_ms: int = parameter(
         20, integer(1), "how often each request is checked for cancellation", _MODELS

@@ -7,10 +7,11 @@ of a row. `inflight.config` declares the parameters.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from inflight.errors import ConfigError
 
@@ -172,6 +173,64 @@ SPECULATION = ParameterKind(
     f"none, prompt-lookup or suffix; :K behind the last two sets the tokens of a draft, 0 to {MAX_DRAFT_TOKENS}",
     Speculation.parse,
     lambda value: value is None or 0 <= value.num_tokens <= MAX_DRAFT_TOKENS,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KvEventsConfig:
+    """How KV cache events are published, with the names and defaults of vLLM's `--kv-events-config`.
+
+    Attributes:
+        enable_kv_cache_events: False: no events are published.
+        publisher: `zmq`; `null`: no events are published.
+        endpoint: ZeroMQ address. The publisher binds it if it has `*` or `::`, or is of the kind ipc or inproc;
+            otherwise it connects to it.
+        replay_endpoint: Address at which lost batches can be asked for; None: they cannot.
+        buffer_steps: Number of past batches that can be asked for.
+        hwm: Number of batches that ZeroMQ keeps for a slow subscriber; it loses further ones.
+        max_queue_size: Number of events of one iteration that are kept; older ones are lost.
+        topic: Topic of all batches.
+    """
+
+    enable_kv_cache_events: bool = True
+    publisher: str = "zmq"
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    topic: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> KvEventsConfig | None:
+        """Parse a JSON object; None if it turns events off. Raises ValueError."""
+        found: object = json.loads(text)
+        if not isinstance(found, dict):
+            raise ValueError(text)
+        given = cast("dict[str, Any]", found)
+        for each in dataclasses.fields(cls):
+            if each.name not in given:
+                continue
+            value = given[each.name]
+            is_kind = type(value) is type(each.default) or (
+                each.name == "replay_endpoint" and isinstance(value, str)
+            )
+            if not is_kind or (type(value) is int and value < 1):
+                raise ValueError(text)
+        try:
+            config = cls(**given)
+        except TypeError:  # an unknown name
+            raise ValueError(text) from None
+        if config.publisher not in ("zmq", "null"):
+            raise ValueError(text)
+        return config if config.enable_kv_cache_events and config.publisher == "zmq" else None
+
+
+KV_EVENTS = ParameterKind(
+    "a JSON object, with any of enable_kv_cache_events (true or false), publisher (zmq or null), endpoint, "
+    "replay_endpoint and topic (text), buffer_steps, hwm and max_queue_size (integers >= 1)",
+    KvEventsConfig.parse,
+    lambda value: True,
 )
 TEXT = ParameterKind("text", str, lambda value: True)
 TOKEN_IDS = _integers("token ids >= 0 with commas between", 0)

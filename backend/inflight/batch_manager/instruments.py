@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 from dataclasses import asdict, dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from inflight.batch_manager.kv_event_buffer import KvEventBuffer
 from inflight.batch_manager.recording import JsonRecorder
@@ -33,6 +33,9 @@ from inflight.core.scheduler import Scheduler
 from inflight.errors import InflightError, Unavailable
 from inflight.executor_stats import iteration_stats, request_stats
 
+if TYPE_CHECKING:
+    from inflight.batch_manager.kv_event_publisher import KvEventPublisher  # imports pyzmq
+
 
 @dataclass(frozen=True, slots=True)
 class Instruments:
@@ -43,6 +46,7 @@ class Instruments:
         watchdog: Detects an iteration that does not end.
         rings: Keeps the statistics of the last iterations.
         kv_events: Keeps KV cache events.
+        kv_publisher: Publishes KV cache events.
         return_metrics: Called with statistics and metrics whenever statistics are reported.
         measure_memory: Returns the process's current memory. Any thread.
     """
@@ -51,6 +55,7 @@ class Instruments:
     watchdog: Watchdog | None = None
     rings: StatisticsRings | None = None
     kv_events: KvEventBuffer | None = None
+    kv_publisher: KvEventPublisher | None = None
     return_metrics: ReturnMetricsCallback | None = None
     measure_memory: Callable[[], MemoryUsage] = MemoryUsage
 
@@ -85,9 +90,11 @@ class Instruments:
             self.rings.add(stats, scheduler.request_stats(batch) if self.rings.wants_requests else ())
 
     def collect(self, scheduler: Scheduler) -> None:
-        """Move the scheduler's KV cache events into the buffer."""
-        if self.kv_events is not None and (events := scheduler.take_kv_events()):
-            self.kv_events.add(events)
+        """Pass on the scheduler's KV cache events."""
+        receivers = [each.add for each in (self.kv_events, self.kv_publisher) if each is not None]
+        if receivers and (events := scheduler.take_kv_events()):
+            for add in receivers:
+                add(events)
 
     def publish(self, stats: IterationCounts, metrics: MetricsSnapshot) -> None:
         """Call `return_metrics`, if set, with an iteration's statistics and metrics."""
@@ -109,13 +116,15 @@ class Instruments:
         return Reports(iterations=tuple(self.rings.latest()), memory=self.measure_memory())
 
     def close(self) -> None:
-        """Stop the watchdog, the recorder and the buffer of KV cache events. Idempotent."""
+        """Stop the watchdog, the recorder, and the buffer and the publisher of KV cache events. Idempotent."""
         if self.watchdog is not None:
             self.watchdog.close()
         if self.recorder is not None:
             self.recorder.close()
         if self.kv_events is not None:
             self.kv_events.close()
+        if self.kv_publisher is not None:
+            self.kv_publisher.close()
 
 
 NO_INSTRUMENTS = Instruments()

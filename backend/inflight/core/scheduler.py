@@ -208,9 +208,9 @@ class Scheduler:
 
     def _rules(self, request: Request, first_key: int, adapter: StoredAdapter | None) -> CacheRules:
         identity = request.identity
+        tables = b"".join(each.key for each in (request.prompt_table, request.rotary_table) if each)
         if self._config.enable_kv_cache_reuse:
             adapter_digest = adapter.digest if adapter else b""
-            tables = b"".join(each.key for each in (request.prompt_table, request.rotary_table) if each)
             scope: bytes | None = identity.scope(ROOT_SCOPE, adapter_digest, tables)
         else:
             is_shared = request.sampling.num_sequences > 1 and self._shares_blocks
@@ -223,6 +223,8 @@ class Scheduler:
             request.prompt_length,
             task_id,
             request.spans(self.limits),
+            request.lora.label if request.lora else "",
+            identity.namespace(tables),
         )
 
     def _stop(self, stop: StopSignal) -> None:

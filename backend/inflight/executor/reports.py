@@ -66,6 +66,10 @@ class KVCacheEventManager:
 def _event_data(event: KvEvent) -> KVCacheEventData:
     if event.num_blocks is not None:
         return KVCacheCreatedData([event.num_blocks, 0])  # the size of level 1 is in bytes
+    if event.updated is not None:
+        if event.levels[0] != event.levels[1]:
+            return KVCacheUpdatedData(event.updated, KVCacheEventDiffInt(*event.levels), None)
+        return KVCacheUpdatedData(event.updated, None, KVCacheEventDiffInt(*event.priorities))
     if event.stored:
         return KVCacheStoredData(
             event.parent_hash,
@@ -80,10 +84,6 @@ def _event_data(event: KvEvent) -> KVCacheEventData:
                 for block in event.stored
             ],
         )
-    if event.updated is not None:
-        if event.levels[0] != event.levels[1]:
-            return KVCacheUpdatedData(event.updated, KVCacheEventDiffInt(*event.levels), None)
-        return KVCacheUpdatedData(event.updated, None, KVCacheEventDiffInt(*event.priorities))
     return KVCacheRemovedData(list(event.removed))
 
 

@@ -98,6 +98,7 @@ def parse(arguments: list[str] | None, judge: Judge | None = None) -> ServerOpti
             speculate=given.speculate,
             kv_cache_dir=given.kv_cache_dir,
             kv_cache_disk_bytes=given.kv_cache_disk,
+            kv_events_config=given.kv_events_config,
             settings=dict(given.set),
             adapters=tuple(given.lora),
         ),

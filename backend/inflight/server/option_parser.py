@@ -11,6 +11,7 @@ from inflight.server.client_apis import CONTROL_KEY_HEADER, CONTROL_KEY_VARIABLE
 from inflight.server.option_types import (
     add_checkpoint,
     count,
+    kv_events_config,
     named_folder,
     port,
     seconds,
@@ -74,6 +75,12 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         type=size,
         help="maximum size of the files in --kv-cache-dir, such as 500M or 20G (default: 10G)",
+    )
+    add(
+        "--kv-events-config",
+        metavar="JSON",
+        type=kv_events_config,
+        help="publish KV cache events by ZeroMQ in vLLM's format, for routers; {} publishes them at tcp://*:5557",
     )
     add(
         "--lora",

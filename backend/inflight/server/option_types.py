@@ -7,7 +7,7 @@ import argparse
 import re
 from pathlib import Path
 
-from inflight.parameter_spec import SPECULATION
+from inflight.parameter_spec import KV_EVENTS, SPECULATION
 from inflight.server.errors import OptionError
 
 _DTYPES = ("float32", "bfloat16", "float16", "int8", "fp8")
@@ -79,6 +79,15 @@ def speculation(text: str) -> str:
         SPECULATION.parse(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected {SPECULATION.expected}, got {text!r}") from None
+    return text
+
+
+def kv_events_config(text: str) -> str:
+    """Check how KV cache events are published, a JSON object."""
+    try:
+        KV_EVENTS.parse(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected {KV_EVENTS.expected}, got {text!r}") from None
     return text
 
 

@@ -157,7 +157,6 @@ DIFFERENT: Mapping[str, str] = {
     "--server-role": _ONE_SERVER,
     "--disagg-cluster-uri": _ONE_SERVER,
     "--metadata-server-config-file": _ONE_SERVER,
-    "--kv-events-config": "not supported: KV events are had from the Executor, by get_kv_cache_event_manager()",
     "--api-server-count": "nothing to set: /v1 is one process",
     "--num-postprocess-workers": "nothing to set: /v1 is one process",
     "--disable-frontend-multiprocessing": "nothing to set: /v1 is one process",

@@ -46,7 +46,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         *("kv_cache_free_gpu_mem_fraction", "kv_cache_free_cpu_mem_fraction", "max_tokens_in_paged_kv_cache"),
         *("tokens_per_block", "kv_cache_dtype", "enable_kv_cache_reuse", "kv_cache_host_memory_bytes"),
         *("kv_cache_dir", "kv_cache_disk_bytes", "kv_cache_max_age_s", "kv_cache_onboard_blocks"),
-        "secondary_offload_min_priority",
+        *("secondary_offload_min_priority", "kv_events_config"),
     ),
     "Requests and responses": (
         *("decoupled_mode", "exclude_input_in_output", "stream_interval", "repeat_log_probs"),

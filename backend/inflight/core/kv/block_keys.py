@@ -59,6 +59,8 @@ class CacheRules:
         lora_task_id: The adapter's task id, for KV events; None: there is no adapter, or it has no id.
         spans: The prompt's picture spans, on which the keys and values of all of their tokens depend; empty for a
             model with causal attention.
+        lora_label: The adapter's name, folder or id, for KV events; empty: the base model.
+        namespace: The prompt's salt and tables in hexadecimal digits, for KV events; empty without any.
     """
 
     scope: bytes | None
@@ -67,6 +69,8 @@ class CacheRules:
     prompt_length: int = 0
     lora_task_id: int | None = None
     spans: Spans = ()
+    lora_label: str = ""
+    namespace: tuple[str, ...] = ()
 
     def digest(self, parent: bytes, token_ids: Sequence[int], start: int, end: int) -> bytes:
         """Return the key of the block with tokens start .. end - 1, which follows the block with key `parent`.
@@ -133,6 +137,12 @@ class PrefixIdentity:
         # Each part is preceded by its length, so that the concatenation is unambiguous.
         framed = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
         return blake2b(framed, digest_size=16).digest()
+
+    def namespace(self, tables: bytes = b"") -> tuple[str, ...]:
+        """Return the salt and the keys of the prompt's tables in hexadecimal digits, without those that the prompt
+        does not have."""
+        salt = f"{self.cache_salt_id:016x}" if self.cache_salt_id else ""
+        return tuple(part for part in (salt, tables.hex()) if part)
 
     def validate(self, prompt_length: int) -> None:
         """Raise InvalidArgument unless all ids fit 64 bits and there is one extra id per prompt token, or none."""

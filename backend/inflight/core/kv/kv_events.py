@@ -28,6 +28,8 @@ class StoredBlock:
         extra_ids: One for each token, 0 for text.
         lora_task_id: The adapter with which the block was computed; None: the base model.
         priority: The block's retention priority, 0 .. 100.
+        lora_label: The adapter's name, folder or id; empty: the base model.
+        namespace: The prompt's salt and tables in hexadecimal digits; empty without any.
     """
 
     block_hash: int
@@ -35,11 +37,14 @@ class StoredBlock:
     extra_ids: tuple[int, ...]
     lora_task_id: int | None
     priority: int
+    lora_label: str = ""
+    namespace: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class KvEvent:
-    """One event. Exactly one of num_blocks, stored, removed and updated is given.
+    """One event. Exactly one of num_blocks, stored, removed and updated is given; for a block that came back from
+    level 1, stored and updated.
 
     Attributes:
         event_id: Number of the event, from 0.
@@ -97,12 +102,12 @@ class KvEventLog:
 
         `parent` is the digest of the block before it; None: `block` begins a prompt.
         """
+        parent_hash = None if parent is None else block_hash(parent)
         if block.block_hash in self._on_level_1:
             self._on_level_1.discard(block.block_hash)
             self._end_open()
-            self._add(updated=block.block_hash, levels=(1, 0))
+            self._add(stored=(block,), parent_hash=parent_hash, updated=block.block_hash, levels=(1, 0))
             return
-        parent_hash = None if parent is None else block_hash(parent)
         if not (self._stored and self._stored[-1].block_hash == parent_hash):
             self._end_open()
             self._parent_hash = parent_hash
@@ -179,4 +184,6 @@ def stored_block(
         rules.extra_ids_of(start, end),
         rules.lora_task_id,
         (retention or Retention()).priority,
+        rules.lora_label,
+        rules.namespace,
     )
