@@ -154,7 +154,7 @@ def test_prometheus_reads_the_metrics_of_v1_if_it_can() -> None:
 def test_the_commands_of_the_page_render_valid_manifests() -> None:
     page = (ROOT / "docs" / "kubernetes.md").read_text().replace("\\\n", " ")
     commands = [shlex.split(line) for line in page.splitlines() if line.startswith("helm ")]
-    assert [command[1] for command in commands] == ["install", "upgrade", "install"]
+    assert [command[1] for command in commands] == ["install", "upgrade", "install", "install"]
     for _, _, name, chart, *values in commands:
         values = [str(ROOT / value) if value.endswith(".yaml") else value for value in values]
         values = [value for value in values if value != "--reuse-values"]
