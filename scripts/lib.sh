@@ -183,10 +183,10 @@ remove_unused() {
   # NVIDIA's libraries have no such symbols.
   find "$packages" -path "$packages/nvidia" -prune -o -type f -name "*.so*" -size +1M -print0 |
     while IFS= read -r -d "" library; do
-      strip --strip-unneeded -o "$library.new" "$library" 2>/dev/null &&
-        "$PYTHON" -c "import ctypes, sys; ctypes.CDLL(sys.argv[1])" "$library.new" 2>/dev/null &&
+      strip --strip-unneeded -o "$library.new" "$library" &&
+        "$PYTHON" -c "import ctypes, sys; ctypes.CDLL(sys.argv[1])" "$library.new" &&
         chmod --reference="$library" "$library.new" && mv -f "$library.new" "$library" || rm -f "$library.new"
-    done
+    done 2>/dev/null # also the shell's message about a library that ends its process when it is loaded alone
 }
 
 compile_imports() {
