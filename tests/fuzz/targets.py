@@ -9,7 +9,7 @@ import contextlib
 import json
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,10 @@ from inflight.models.registry import describe
 from inflight.receipts.document import parse, to_request
 from inflight.safetensors_header import tensor_ranges
 from inflight.server.config_text import fill_fields, read_parameters, set_parameters
+from inflight.serving.chat.reasoning import reasoning_stream
+from inflight.serving.chat.reasoning_formats import REASONING_FORMATS, REASONING_PARSERS
+from inflight.serving.chat.tool_calls import tool_call_stream
+from inflight.serving.chat.tool_format_table import TOOL_CALL_PARSERS, TOOL_FORMATS
 from inflight.text.tokenizer import Tokenizer
 from tests.receipts.factories import make_document
 
@@ -216,6 +220,87 @@ def receipt(data: bytes) -> None:
                 to_request(parse(document).request)
 
 
+def tool_calls(data: bytes) -> None:
+    """An answer of a model, by every parser of tool calls: its pieces do not change what is found."""
+    choices = Choices(data)
+    parser = TOOL_CALL_PARSERS[choices.below(len(TOOL_CALL_PARSERS))]
+    is_forced, is_cut = bool(choices.below(2)), bool(choices.below(2))
+    text = _answer(choices, _MARKS[parser])
+
+    def parsed(parts: list[str]) -> tuple[str, list[list[str]]]:
+        stream = tool_call_stream(parser, is_forced)
+        deltas = [*map(stream.add, parts), stream.finish(is_cut)]
+        calls: list[list[str]] = []
+        for delta in deltas:
+            for call in delta.tool_calls:
+                if call.index == len(calls):
+                    calls.append(["", ""])
+                calls[call.index][0] += call.name
+                calls[call.index][1] += call.arguments
+        return "".join(delta.content for delta in deltas), calls
+
+    whole = parsed([text])
+    assert parsed(list(text)) == parsed(_pieces(text, data)) == whole
+    assert whole[1] or is_cut or whole[0] == text
+
+
+def reasoning(data: bytes) -> None:
+    """An answer of a model, by every parser of reasoning: its pieces do not change what is found."""
+    choices = Choices(data)
+    parser = REASONING_PARSERS[choices.below(len(REASONING_PARSERS))]
+    begins_inside, is_cut = bool(choices.below(2)), bool(choices.below(2))
+    form = REASONING_FORMATS[parser]
+    text = _answer(choices, (form.begin, form.end, *form.skipped))
+
+    def parsed(parts: list[str]) -> tuple[str, str]:
+        stream = reasoning_stream(parser, begins_inside)
+        both = [*map(stream.add, parts), stream.finish(is_cut)]
+        return "".join(thought for thought, _ in both), "".join(content for _, content in both)
+
+    assert parsed(list(text)) == parsed(_pieces(text, data)) == parsed([text])
+
+
+def _answer(choices: Choices, marks: Sequence[str]) -> str:
+    """Return a text of marks, parts of marks, JSON and single characters."""
+    parts: list[str] = []
+    while not choices.is_used_up:
+        chosen = choices.below(256)
+        if chosen < 96:
+            mark = marks[chosen % len(marks)]
+            parts.append(mark if chosen < 64 else mark[: choices.below(len(mark) + 1)])
+        elif chosen < 160:
+            parts.append(_FRAGMENTS[chosen % len(_FRAGMENTS)])
+        else:
+            parts.append(chr(choices.below(0x3000)))
+    return "".join(parts)
+
+
+def _pieces(text: str, data: bytes) -> list[str]:
+    """Return the text in pieces whose lengths are the input's bytes."""
+    parts, at = [], 0
+    for byte in data:
+        parts.append(text[at : at + byte % 16])
+        at += byte % 16
+    return [*parts, text[at:]]
+
+
+_FRAGMENTS = (
+    "{", "}", "[", "]", ",", ":", ";", "(", ")", '"', "'", "\\", "\n", " ", "=", "<", ">", "|", "0", "-1.5",
+    "null", "true", "True", "f", "name", '{"name": "f", ', '"arguments": {', '"parameters": {', '{"a": 1}', '"x"',
+    "a=1", "f(a='b')",
+)  # fmt: skip
+
+
+def _marks(parser: str) -> tuple[str, ...]:
+    form = TOOL_FORMATS[parser]
+    texts = [form.begin, form.end, form.separator, form.call_begin, form.name_end, form.call_end, form.quote]
+    if form.tags is not None:
+        texts += [form.tags.key_begin, form.tags.key_end, form.tags.value_begin, form.tags.value_end]
+        texts.append(form.tags.text_key_end)
+    return tuple(filter(None, texts)) or ("f",)
+
+
+_MARKS = {parser: _marks(parser) for parser in TOOL_CALL_PARSERS}
 _TOKENIZER = {
     "version": "1.0",
     "truncation": None,
@@ -283,6 +368,6 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     target.__name__: target
     for target in (
         endpoint_frames, endpoint_stream, config_json, config_text, safetensors_header, tokenizer_json, gguf_file,
-        peft_folder, config_pbtxt, receipt,
+        peft_folder, config_pbtxt, receipt, tool_calls, reasoning,
     )
 }  # fmt: skip
