@@ -337,7 +337,7 @@ def _load_part(
         stage = load_stage(config, mapping, collectives, agreement.least, processors, make_grammars)
         grammars = make_grammars(stage.limits.vocab_size) if mapping.rank == 0 else None
     dtype: torch.dtype = getattr(torch, stage.dtype)
-    hidden = torch.empty(stage.decoder_config.hidden_size, dtype=dtype, device=device)
+    hidden = torch.empty(stage.decoder_config.stage_width, dtype=dtype, device=device)
     link = make_stage_link(mapping, MpiStageLink(mapping), hidden)
     engine = RankEngine(
         stage, mapping, link, MpiOutcomes(mapping.sampler), stage_ranks, rank_context.report_failure

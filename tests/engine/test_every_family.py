@@ -128,7 +128,6 @@ FAST = [
 """Experts, latent attention, windows in some layers, experts beside MLPs, keys as values, shared keys and values,
 per-layer embeddings, several residual streams, learned sinks, chunks, queries scaled by position, two kinds of
 recurrent layers, layers of one part."""
-ON_ONE_STAGE = ["gemma3n", "gemma3n-widths", "gemma4-shared"]
 OF_KNOWN_COMPONENTS = [
     "gemma4-unified-text",
     "arcee",
@@ -179,12 +178,6 @@ def test_several_ranks_give_transformers_tokens(
 ) -> None:
     model = zoo[case]
     requests = some_of_everything(model, longest=examples(18, all=30))[:6]
-    if case in ON_ONE_STAGE and topology[1] > 1:
-        with pytest.raises(
-            ConfigError, match="pipeline_parallel_size is 2, expected 1: the model has per-layer"
-        ):
-            ranks(model.folder, topology, num_blocks=80, kernels=kernels).__enter__()
-        return
     with ranks(model.folder, topology, num_blocks=80, kernels=kernels) as engine:
         served = serve(engine, config_of("no-evict"), requests)
     assert_as_transformers(model, served, requests)

@@ -27,7 +27,8 @@ from inflight.models.loader import check_weights
 from inflight.models.sharding import Part
 from inflight.ranks.topology import Mapping
 from tests.engine.driver import alone, load_engine
-from tests.engine.serving import config_of, load, serve, to_torch
+from tests.engine.ranks import ranks
+from tests.engine.serving import config_of, serve, to_torch
 from tests.engine.tables import TableOracle, make_table, with_table
 from tests.models.zoo import Zoo, ZooModel
 from tests.models.zoo_configs import VOCAB_SIZE
@@ -103,15 +104,20 @@ def test_rounded_keys_and_values_change_logits_little(zoo: Zoo, case: str) -> No
     assert error < 0.05
 
 
+@pytest.mark.parametrize("topology", [(1, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("case", ["gemma3n", "gemma4-shared"])
-def test_virtual_tokens_have_the_per_layer_inputs_of_the_padding_token(zoo: Zoo, case: str) -> None:
+def test_virtual_tokens_have_the_per_layer_inputs_of_the_padding_token(
+    zoo: Zoo, case: str, topology: tuple[int, int]
+) -> None:
+    """On every stage; the first alone has their embeddings."""
     model = zoo[case]
     rows = make_table(5)
     virtual = [VOCAB_SIZE + index for index in (0, 3, 4, 1, 2, 3)]
     ids = (*model.prompt(9), *virtual, *model.prompt(12, 1))
     output = OutputOptions(return_generation_logits=True)
     request = with_table(1, ids, rows, 10, output=output)
-    served = serve(load(model.folder, 60), config_of("chunked"), [request])
+    with ranks(model.folder, topology) as engine:
+        served = serve(engine, config_of("chunked"), [request])
     tokens = served.result(request).output_token_ids[0]
     known = torch.tensor([[0 if token >= VOCAB_SIZE else token for token in tokens]])
     with torch.inference_mode():
@@ -168,10 +174,6 @@ def test_unsupported_files_are_refused_by_the_key(
         read_model_description(_changed(zoo[case], tmp_path / "model", **changes))
 
 
-def test_stages_that_would_need_each_others_keys_are_refused(zoo: Zoo, tmp_path: Path) -> None:
-    folder = _changed(zoo["gemma4-shared"], tmp_path / "model", hidden_size_per_layer_input=0)
-    decoder = read_model_description(folder).decoder
-    with pytest.raises(ConfigError, match="layers of one stage read keys and values of layers in another"):
-        Part.from_mapping(Mapping(1, 2, 0), decoder)
+def test_ranks_that_do_not_divide_the_heads_of_every_layer_are_refused(zoo: Zoo) -> None:
     with pytest.raises(ConfigError, match="does not divide this model: 8 heads, 4 or 2 key heads, MLP of 96"):
         Part.from_mapping(Mapping(3, 1, 0), read_model_description(zoo["gemma4"].folder).decoder)

@@ -58,11 +58,22 @@ def test_logits_equal_those_of_the_converted_model(tmp_path: Path, case: str) ->
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("case", ["qwen3-moe", "qwen3.5-moe", "gpt-oss"])
-def test_ranks_split_the_experts_of_a_gguf_file(tmp_path: Path, case: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "topology"),
+    [
+        ("qwen3-moe", (2, 1)),
+        ("qwen3.5-moe", (2, 1)),
+        ("gpt-oss", (2, 1)),
+        ("gemma3n", (1, 2)),
+        ("gemma4-shared", (1, 2)),
+    ],
+)
+def test_ranks_split_experts_and_stages_per_layer_embeddings_of_a_gguf_file(
+    tmp_path: Path, case: str, topology: tuple[int, int]
+) -> None:
     model = convert(tmp_path / "m.gguf", case)
     requests = [Request(number, model.prompt(9 + number, number), 8) for number in range(3)]
-    with ranks(find_checkpoint(str(model.folder)), (2, 1)) as engine:
+    with ranks(find_checkpoint(str(model.folder)), topology) as engine:
         served = serve(engine, config_of("chunked"), requests)
     for request in requests:
         assert served.tokens(request) == model.greedy(request.input_token_ids, 8)

@@ -88,6 +88,7 @@ FAST = [
 ]
 NUM_TOKENS = 8
 RANKED = [
+    *("gemma3n", "gemma4-shared"),
     *("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "qwen2-moe", "gemma4-moe", "qwen3.5", "qwen3-next"),
     *("olmo-hybrid", "granite-hybrid", "nemotron-h-dense", "falcon-h1", "kimi-linear", "lfm2"),
 ]
@@ -223,13 +224,19 @@ def test_an_adapter_of_experts_or_a_router_is_refused_by_their_name(
             # some stages have no layer that the adapter changes, or no attention
             *((case, None, (1, 4)) for case in ("qwen3.5", "qwen3-next", "granite-hybrid", "lfm2")),
         ],
-        [("deepseek-v3", None, (2, 1)), ("deepseek-v2-lite", "torch", (2, 1)), ("qwen3.5", None, (2, 1))],
+        [
+            ("deepseek-v3", None, (2, 1)),
+            ("deepseek-v2-lite", "torch", (2, 1)),
+            ("qwen3.5", None, (2, 1)),
+            ("gemma3n", None, (1, 2)),
+        ],
     ),
 )
 def test_ranks_divide_an_adapter(
     zoo: Zoo, tmp_path: Path, case: str, kernels: str | None, topology: tuple[int, int]
 ) -> None:
-    """Latent attention with one and with two projections of queries, shared MLPs, and recurrent layers."""
+    """Latent attention with one and with two projections of queries, shared MLPs, recurrent layers, and layers
+    without keys of their own."""
     model = zoo[case]
     weights, oracle = read_largest(case, model, tmp_path, "dora")
     requests = [

@@ -81,12 +81,12 @@ class ThreadStageLink:
         self,
         before: SimpleQueue[Tensor | None],
         behind: SimpleQueue[Tensor | None],
-        hidden_size: int,
+        width: int,
         dtype: str,
     ) -> None:
         self._before = before
         self._behind = behind
-        self._hidden_size = hidden_size
+        self._width = width
         self._dtype = getattr(torch, dtype)
 
     def send(self, hidden: Tensor | None) -> None:
@@ -97,7 +97,7 @@ class ThreadStageLink:
         """Return the tensor from the previous stage."""
         hidden = self._before.get()
         if hidden is not None:
-            assert hidden.shape == (num_rows, self._hidden_size) and hidden.dtype == self._dtype, hidden.shape
+            assert hidden.shape == (num_rows, self._width) and hidden.dtype == self._dtype, hidden.shape
         return hidden
 
 
@@ -188,7 +188,7 @@ class ThreadRanks:
                 ThreadStageLink(
                     links[mapping.rank],
                     links[mapping.rank + tp_size],
-                    stage.decoder_config.hidden_size,
+                    stage.decoder_config.stage_width,
                     stage.dtype,
                 ),
                 ThreadOutcomes(mapping.rank, told),

@@ -61,7 +61,9 @@ def edited(zoo: Zoo, tmp_path: Path) -> Callable[..., Path]:
     return edit
 
 
-@pytest.mark.parametrize("case", ["llama", "llama-gqa-tied", "gpt2", "mixtral-even", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "case", ["llama", "llama-gqa-tied", "gpt2", "mixtral-even", "deepseek-v3", "gemma3n"]
+)
 @pytest.mark.parametrize("mapping", [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_the_size_of_each_ranks_weights_is_known_before_they_are_read(
     zoo: Zoo, case: str, mapping: tuple[int, int]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from inflight.models.checkpoint import Checkpoint
 from inflight.models.decoder_weights import DecoderWeights
 from inflight.models.sharding import WHOLE, Part, Shard
 from inflight.ranks.topology import Mapping
+from tests.models.test_published_configs import PUBLISHED
 from tests.models.zoo import Zoo
 
 CPU = torch.device("cpu")
@@ -133,6 +135,61 @@ def test_a_stage_computes_with_its_layers_windows(zoo: Zoo) -> None:
     assert [config.num_layers for config in held] == [2, 1]
     assert (*held[0].sliding_windows, *held[1].sliding_windows) == decoder.sliding_windows
     assert len(set(decoder.sliding_windows)) == 2
+
+
+@pytest.mark.parametrize(
+    ("case", "pp_size", "counts"),
+    [("gemma3n", 2, [1, 4]), ("gemma3n-widths", 3, [2, 2, 1]), ("gemma4-shared", 2, [1, 5])],
+)
+def test_stages_hold_their_layers_per_layer_embeddings_and_the_keys_that_they_read(
+    zoo: Zoo, case: str, pp_size: int, counts: list[int]
+) -> None:
+    whole, stages = _stages(zoo, case, pp_size)
+    decoder = read_model_description(zoo[case].folder).decoder
+    assert [len(stage.layers) for stage in stages] == counts
+    inputs = [stage.token_inputs for stage in stages]
+    assert torch.equal(torch.cat([each.embedding for each in inputs], dim=1), whole.token_inputs.embedding)
+    rows = torch.cat([each.projection.weight for each in inputs])
+    assert torch.equal(rows, whole.token_inputs.projection.weight)
+    assert [len(each.projection.weight) for each in inputs] == [count * 20 for count in counts]
+    if decoder.altup is not None:
+        first, *_, last = [stage.streams for stage in stages]
+        assert torch.equal(first.split.weight, whole.streams.split.weight)
+        assert torch.equal(last.join.weight, whole.streams.join.weight)
+        assert all(stage.streams.split is None for stage in stages[1:])
+        assert all(stage.streams.join is None for stage in stages[:-1])
+    held = [
+        Part.from_mapping(Mapping(1, pp_size, rank), decoder).held_config(decoder) for rank in range(pp_size)
+    ]
+    assert sum(len(each.cached_layers) for each in held) == len(decoder.cached_layers)
+    assert all(0 <= read <= layer for each in held for layer, read in enumerate(each.kv_layers))
+
+
+@pytest.mark.parametrize(
+    ("name", "two", "three"),
+    [
+        ("Gemma 3n E2B", [15, 15], [9, 9, 12]),
+        ("Gemma 4 E2B, its text_config alone", [13, 22], [7, 6, 22]),
+        ("a fine-tuned Gemma 4 E4B, without its quantization", [21, 21], [11, 11, 20]),
+    ],
+)
+def test_published_models_are_cut_before_the_first_layer_whose_keys_others_read(
+    tmp_path: Path, name: str, two: list[int], three: list[int]
+) -> None:
+    """transformers' layers read the last own keys and values of their kind, of a window or without."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    decoder = read_model_description(tmp_path).decoder
+    for counts in (two, three):
+        parts = [
+            Part.from_mapping(Mapping(1, len(counts), rank), decoder).layers for rank in range(len(counts))
+        ]
+        assert [end - begin for begin, end in parts] == counts
+    num_own = decoder.num_layers - sum(not decoder.has_own_kv(layer) for layer in range(decoder.num_layers))
+    assert decoder.first_read_layer == num_own - 2
+    with pytest.raises(
+        ConfigError, match=f"pipeline_parallel_size is 30, expected at most {num_own - 1}: la"
+    ):
+        Part.from_mapping(Mapping(1, 30, 0), decoder)
 
 
 def test_more_stages_than_layers_are_refused(zoo: Zoo) -> None:

@@ -35,6 +35,25 @@ def test_each_layer_is_on_exactly_one_stage():
 
 
 @pytest.mark.parametrize(
+    ("num_layers", "first_undivided", "stages"),
+    [
+        (6, 3, [(0, 3), (3, 6)]),
+        (6, 5, [(0, 3), (3, 6)]),
+        (6, 2, [(0, 2), (2, 6)]),
+        (9, 5, [(0, 3), (3, 5), (5, 9)]),
+        (9, 6, [(0, 3), (3, 6), (6, 9)]),
+        (9, 2, [(0, 1), (1, 2), (2, 9)]),
+        (6, 0, [(0, 6)]),
+    ],
+)
+def test_layers_that_cannot_be_divided_are_on_the_last_stage(
+    num_layers: int, first_undivided: int, stages: list[tuple[int, int]]
+) -> None:
+    ranks = [Mapping(1, len(stages), rank) for rank in range(len(stages))]
+    assert [rank.layers(num_layers, first_undivided) for rank in ranks] == stages
+
+
+@pytest.mark.parametrize(
     ("tp_size", "pp_size", "rank", "message"),
     [
         (0, 1, 0, "tensor_parallel_size is 0, expected at least 1"),
@@ -50,3 +69,7 @@ def test_impossible_mappings_are_refused(tp_size: int, pp_size: int, rank: int, 
 def test_a_stage_without_layers_is_refused():
     with pytest.raises(ConfigError, match="pipeline_parallel_size is 4, but the model has 3 layers only"):
         Mapping(1, 4, 0).layers(3)
+    with pytest.raises(
+        ConfigError, match=r"pipeline_parallel_size is 4, expected at most 3: layers 2 to 5 must"
+    ):
+        Mapping(1, 4, 0).layers(6, 2)

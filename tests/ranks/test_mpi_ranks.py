@@ -26,7 +26,13 @@ def plain(found: dict) -> dict:
 @pytest.mark.parametrize(
     ("case", "tp_size", "pp_size", "moe_ep_size"),
     with_all(
-        [("llama-gqa", 2, 1, 1), ("gpt2", 1, 2, 1), ("mistral-window", 2, 2, 1), ("mixtral-even", 2, 1, 2)],
+        [
+            ("llama-gqa", 2, 1, 1),
+            ("gpt2", 1, 2, 1),
+            ("mistral-window", 2, 2, 1),
+            ("mixtral-even", 2, 1, 2),
+            ("gemma3n", 1, 2, 1),
+        ],
         ["mixtral-even"],
     ),
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -30,6 +31,7 @@ from inflight.engine.memory import (
 from inflight.engine.recurrent.states import RecurrentStates, state_bytes
 from inflight.errors import ConfigError
 from inflight.models import DecoderConfig
+from inflight.models.sharding import Part
 from inflight.processors import Processors
 from inflight.ranks.topology import Mapping
 
@@ -83,14 +85,13 @@ def offer_outputs(
     config: EngineConfig, decoder: DecoderConfig, mapping: Mapping
 ) -> tuple[OfferedOutput, ...]:
     """Return the additional outputs that requests may ask for. All ranks get the same result or ConfigError."""
-    last_stage = Mapping(mapping.tp_size, mapping.pp_size, mapping.sampler)
-    first_layer = last_stage.layers(decoder.num_layers)[0]
+    last_stage = Part.from_mapping(replace(mapping, rank=mapping.sampler), decoder)
     return offer(
         config.additional_model_outputs,
         decoder.num_layers,
         decoder.hidden_size,
         decoder.vocab_size,
-        first_layer,
+        last_stage.layers[0],
     )
 
 

@@ -195,7 +195,7 @@ def join_logits(logits: Tensor, vocab_size: int, collectives: Collectives) -> Te
 
 
 def make_stage_link(mapping: Mapping, link: MpiStageLink, example: Tensor) -> StageLink:
-    """Return the link that passes hidden states, [rows, hidden_size], to the next stage.
+    """Return the link that passes hidden states, [rows, `DecoderConfig.stage_width`], to the next stage.
 
     Args:
         mapping: This rank's position.
@@ -215,11 +215,11 @@ class CpuStageLink:
         self._example = example
 
     def send(self, hidden: Tensor | None) -> None:
-        """Send hidden states [rows, hidden_size] to the next stage; None: the batch has failed."""
+        """Send hidden states [rows, width] to the next stage; None: the batch has failed."""
         self._link.send(None if hidden is None else _bytes_of(hidden.contiguous()))
 
     def receive(self, num_rows: int) -> Tensor | None:
-        """Receive [num_rows, hidden_size] from the previous stage; None if the batch has failed there."""
+        """Receive [num_rows, width] from the previous stage; None if the batch has failed there."""
         hidden = self._example.new_empty(num_rows, self._example.shape[-1])
         return hidden if self._link.receive(_bytes_of(hidden)) else None
 
@@ -240,7 +240,7 @@ class TorchStageLink:
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
 
     def send(self, hidden: Tensor | None) -> None:
-        """Send hidden states [rows, hidden_size] to the next stage; None: the batch has failed.
+        """Send hidden states [rows, width] to the next stage; None: the batch has failed.
         Waits until the message sent pp_size calls ago has left, and for nothing else.
         """
         if hidden is None:
@@ -255,7 +255,7 @@ class TorchStageLink:
         self._sending.append((work, message))
 
     def receive(self, num_rows: int) -> Tensor | None:
-        """Receive [num_rows, hidden_size] from the previous stage; None if the batch has failed there.
+        """Receive [num_rows, width] from the previous stage; None if the batch has failed there.
 
         On a GPU the data may still be in transit.
         """

@@ -52,7 +52,8 @@ class RunnerDecoder(Protocol):
         hidden: Tensor | None = None,
         between: HiddenStates | None = None,
     ) -> Tensor:
-        """Return the output of this rank's last layer [rows, hidden_size], and fill the cache."""
+        """Return the output of this rank's last layer [rows, hidden_size], or before the last stage what the next
+        stage needs [rows, `DecoderConfig.stage_width`], and fill the cache."""
         ...
 
     def forward_to_logits(self, packed: PackedBatch, cache: Any, hidden: Tensor | None = None) -> Tensor:

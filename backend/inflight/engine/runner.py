@@ -129,7 +129,8 @@ class ModelRunner:
         Returns:
             At the last stage, logits to sample from, in the order of `ScheduledBatch.sampled_slots`: 1 +
             num_draft_tokens rows for a chunk and one for a generation slot. Before the last stage, hidden states
-            for the next stage, [batch.num_tokens, hidden_size] in the model's dtype, without outputs by slot.
+            for the next stage, [batch.num_tokens, `DecoderConfig.stage_width`] in the model's dtype, without
+            outputs by slot.
 
         Raises:
             ValueError: The batch breaks the contract: more than max_num_tokens rows, or a row without a block.

@@ -449,6 +449,18 @@ class DecoderConfig:
         """Return whether a layer with attention computes keys and values, instead of reading another layer's."""
         return not self.kv_layers or self.kv_layers[layer] == layer
 
+    @property
+    def first_read_layer(self) -> int | None:
+        """The first layer whose keys and values a later layer reads; None if there is none."""
+        return min((read for layer, read in enumerate(self.kv_layers) if read < layer), default=None)
+
+    @property
+    def stage_width(self) -> int:
+        """Width of the rows that a pipeline stage sends to the next one: all residual streams, and the token
+        embedding if there are per-layer embeddings, which every stage makes from it for its own layers."""
+        num_streams = 1 if self.altup is None else self.altup.num_streams
+        return (num_streams + (self.layer_inputs is not None)) * self.hidden_size
+
     def has_temperature(self, layer: int) -> bool:
         """Return whether a layer's queries depend on the temperature of attention."""
         temperature = self.attention_temperature

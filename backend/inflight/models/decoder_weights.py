@@ -100,12 +100,14 @@ class StreamWeights:
     """Weights outside of layers for several residual streams (`AltUpConfig`), n in number.
 
     Attributes:
-        split: Projections of the embedding to all streams but the first, [(n - 1) * hidden_size, hidden_size].
-        join: Projections of all streams but the first before the final norm, in the same order and shape.
+        split: Projections of the embedding to all streams but the first, [(n - 1) * hidden_size, hidden_size];
+            None after the first stage.
+        join: Projections of all streams but the first before the final norm, in the same order and shape; None
+            before the last stage.
     """
 
-    split: Linear
-    join: Linear
+    split: Linear | None
+    join: Linear | None
 
 
 LinearT = TypeVar("LinearT")
@@ -178,10 +180,11 @@ class LayerInputWeights:
 
 @dataclass(frozen=True, slots=True)
 class TokenInputWeights:
-    """Weights with which per-layer embeddings of all layers are made from tokens (`LayerInputsConfig`).
+    """Weights with which per-layer embeddings are made from tokens, for the layers of a stage
+    (`LayerInputsConfig`).
 
     Attributes:
-        embedding: The separate table, [vocab_size, num_layers * size].
+        embedding: The separate table's columns for these layers, [vocab_size, num_layers * size].
         projection: Projection of ordinary embeddings, [num_layers * size, hidden_size].
         norm: Norm on each layer's part of the projection's result, [size].
     """

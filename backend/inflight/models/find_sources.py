@@ -88,14 +88,18 @@ class _Finder:
         return TensorSource((StoredRows(f"{name}.weight", rows, (own,)),), hidden, (0, hidden))
 
     def _token_inputs(self, config: LayerInputsConfig) -> TokenInputSources:
-        """Return the source of the weights that make per-layer embeddings; every rank has all of these weights."""
+        """Return the source of the weights that make per-layer embeddings; every rank of a stage has the weights
+        for all of the stage's layers."""
         decoder, base, names = self._decoder, self._names.base, self._names.layer_inputs
         assert names is not None, "a family with per-layer embeddings names their modules"
-        width = decoder.num_layers * config.size
+        width, hidden = decoder.num_layers * config.size, decoder.hidden_size
+        begin, end = self._part.layers
+        own = begin * config.size, end * config.size
         rows = (_whole(f"{base}{names.embedding}.weight", config.vocab_size),)
+        projection = (StoredRows(base + names.projection, width, (own,)),)
         return TokenInputSources(
-            embedding=TensorSource(rows, width, (0, width)),
-            projection=self._replicated(base + names.projection, width, decoder.hidden_size),
+            embedding=TensorSource(rows, width, own),
+            projection=self._linear(projection, hidden, (0, hidden), False),
             norm=self._norm(base + names.norm, config.size),
         )
 
@@ -109,7 +113,10 @@ class _Finder:
             modules = tuple(_whole(base + name.format(index), hidden) for index in others)
             return self._linear(modules, hidden, (0, hidden), False)
 
-        return StreamSources(split=stacked(names.split), join=stacked(names.join))
+        return StreamSources(
+            split=stacked(names.split) if self._part.is_first_stage else None,
+            join=stacked(names.join) if self._part.is_last_stage else None,
+        )
 
     def _altup(self, prefix: str, config: AltUpConfig) -> AltUpSources:
         hidden, count, names = self._decoder.hidden_size, config.num_streams, self._names.altup

@@ -7,7 +7,9 @@ rest. Pure.
     experts           each rank has a slice of every expert, as of an MLP; with expert parallelism, each group of
                       ranks has different experts, and each rank of the group a slice of these
     replicated        norms, biases of row-parallel layers, learned positions, routers
-    pipeline          each stage has consecutive layers; the first embeds the tokens, the last computes the logits
+    pipeline          each stage has consecutive layers; the first embeds the tokens, the last computes the logits.
+                      A layer is in the stage of the layer whose keys and values it reads, and its columns of the
+                      table of per-layer embeddings are in its stage
 
 A rank has whole key heads. If there are fewer key heads than ranks, several ranks have the same key head. With
 latent attention a rank has some of the heads and everything that the heads share: the projection to the
@@ -203,8 +205,7 @@ class Part:
         """Return a rank's part of a model; raise ConfigError if the model cannot be divided by this mapping."""
         shard = Shard(mapping.tp_size, mapping.tp_rank, mapping.moe_ep_size)
         shard.check(decoder)
-        layers = mapping.layers(decoder.num_layers)
-        _check_stages(mapping, decoder)
+        layers = mapping.layers(decoder.num_layers, decoder.first_read_layer)
         return cls(shard, layers, mapping.is_first_stage, mapping.is_last_stage)
 
     @classmethod
@@ -232,23 +233,6 @@ class Part:
             gate_sparsity=decoder.gate_sparsity[begin:end],
             kv_layers=tuple(layer - begin for layer in decoder.kv_layers[begin:end]),
         )
-
-
-def _check_stages(mapping: Mapping, decoder: DecoderConfig) -> None:
-    """Raise ConfigError if a stage needs something that only another stage has."""
-    size = f"pipeline_parallel_size is {mapping.pp_size}, expected 1: "
-    if mapping.pp_size > 1 and decoder.layer_inputs is not None:
-        raise ConfigError(
-            f"{size}the model has per-layer embeddings (hidden_size_per_layer_input), which are made from the "
-            "tokens' embeddings, which only the first stage has"
-        )
-    for stage in range(mapping.pp_size):
-        rank = replace(mapping, rank=stage * mapping.tp_size)
-        begin, end = rank.layers(decoder.num_layers)
-        if any(layer < begin for layer in decoder.kv_layers[begin:end]):
-            raise ConfigError(
-                f"{size}layers of one stage read keys and values of layers in another (num_kv_shared_layers)"
-            )
 
 
 def _scaled(part: Range, width: int) -> Range:

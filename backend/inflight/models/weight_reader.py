@@ -143,9 +143,11 @@ class WeightReader(Generic[LayerT, LinearT]):
         )
 
     def _streams(self, sources: StreamSources) -> StreamWeights:
-        return StreamWeights(
-            split=Linear(self._plain(sources.split.weight)), join=Linear(self._plain(sources.join.weight))
+        split, join = (
+            None if source is None else Linear(self._plain(source.weight))
+            for source in (sources.split, sources.join)
         )
+        return StreamWeights(split, join)
 
     def _layer(self, sources: LayerSources) -> Layer[LinearT]:
         return Layer(

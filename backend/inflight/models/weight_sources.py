@@ -177,7 +177,7 @@ class LayerInputSources:
 
 @dataclass(frozen=True, slots=True)
 class TokenInputSources:
-    """Stored weights with which per-layer embeddings are made from tokens."""
+    """Stored weights with which per-layer embeddings of a stage's layers are made from tokens."""
 
     embedding: TensorSource
     projection: LinearSource
@@ -208,8 +208,8 @@ class LaurelSources:
 class StreamSources:
     """Stored weights outside of layers for several residual streams."""
 
-    split: LinearSource
-    join: LinearSource
+    split: LinearSource | None
+    join: LinearSource | None
 
 
 @dataclass(frozen=True, slots=True)

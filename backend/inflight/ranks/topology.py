@@ -84,9 +84,12 @@ class Mapping:
         """Whether this rank samples the tokens."""
         return self.rank == self.sampler
 
-    def layers(self, num_layers: int) -> tuple[int, int]:
-        """Return this stage's layers as (first, end). If `num_layers` is not divisible, the first stages have
-        one more.
+    def layers(self, num_layers: int, first_undivided: int | None = None) -> tuple[int, int]:
+        """Return this stage's layers as (first, end).
+
+        Stages have equal numbers of layers; if `num_layers` is not divisible, the first stages have one more.
+        Layers from `first_undivided` on, some of which read keys and values of others, are all in the last stage,
+        which may thus have more layers than the others; None: any layers may be in different stages.
 
         Raises ConfigError if a stage would have no layer.
         """
@@ -94,9 +97,23 @@ class Mapping:
             raise ConfigError(
                 f"pipeline_parallel_size is {self.pp_size}, but the model has {num_layers} layers only"
             )
-        each, more = divmod(num_layers, self.pp_size)
-        begin = self.pp_rank * each + min(self.pp_rank, more)
-        return begin, begin + each + (self.pp_rank < more)
+        ends = _ends_of_parts(num_layers, self.pp_size)
+        if first_undivided is not None and self.pp_size > 1 and ends[-2] > first_undivided:
+            if first_undivided < self.pp_size - 1:
+                raise ConfigError(
+                    f"pipeline_parallel_size is {self.pp_size}, expected at most {first_undivided + 1}: layers "
+                    f"{first_undivided} to {num_layers - 1} must be in one stage, because the last of them read "
+                    "keys and values of the others (num_kv_shared_layers)"
+                )
+            ends = [*_ends_of_parts(first_undivided, self.pp_size - 1), num_layers]
+        return ends[self.pp_rank - 1] if self.pp_rank else 0, ends[self.pp_rank]
+
+
+def _ends_of_parts(count: int, num_parts: int) -> list[int]:
+    """Return where each of `num_parts` consecutive parts of `count` items ends; the first parts may have one item
+    more than the others."""
+    each, more = divmod(count, num_parts)
+    return [part * each + min(part, more) for part in range(1, num_parts + 1)]
 
 
 def tensor_parallel_sizes(num_heads: int, num_kv_heads: int, intermediate_size: int) -> list[int]:

@@ -17,32 +17,32 @@ from inflight.engine.collectives import Collectives
 from inflight.engine.layers.layer_operations import apply_norm
 from inflight.models import DecoderConfig
 from inflight.models.decoder_config import AltUpConfig
-from inflight.models.decoder_weights import AltUpWeights, LaurelWeights, StreamWeights
+from inflight.models.decoder_weights import AltUpWeights, LaurelWeights, Linear
 
 _SMALLEST_SQUARE = 1e-5  # of a stream that is scaled to another's magnitude
 
 
 class ResidualStreams:
-    """The residual streams of a batch's rows, during one forward pass.
+    """The residual streams of a batch's rows, during one forward pass of a pipeline stage.
 
     Args:
         decoder: The decoder's configuration.
-        weights: Weights outside of layers.
-        layers: Weights of each layer.
-        embedded: The rows' token embeddings [rows, hidden_size], from which all streams are made.
+        layers: Weights of each layer of the stage.
+        streams: All streams before the stage's first layer [rows, streams, hidden_size]: those of
+            `split_streams`, or `all` of the previous stage.
     """
 
-    def __init__(
-        self, decoder: DecoderConfig, weights: StreamWeights, layers: list[AltUpWeights], embedded: Tensor
-    ) -> None:
+    def __init__(self, decoder: DecoderConfig, layers: list[AltUpWeights], streams: Tensor) -> None:
         assert decoder.altup is not None, "the decoder has several residual streams"
         self._config: AltUpConfig = decoder.altup
-        self._decoder, self._weights = decoder, weights
+        self._decoder, self._streams = decoder, streams
         self._layers, self._index = layers, 0
-        others = torch.unflatten(weights.split(embedded), 1, (-1, decoder.hidden_size))
-        first = embedded[:, None]
-        self._streams = torch.cat((first, _scaled_like(others, first)), dim=1)  # [rows, streams, hidden_size]
         self._predict()
+
+    @property
+    def all(self) -> Tensor:
+        """All streams [rows, streams, hidden_size]."""
+        return self._streams
 
     @property
     def active(self) -> Tensor:
@@ -64,10 +64,10 @@ class ResidualStreams:
         self._predict()
         return self.active
 
-    def join(self) -> Tensor:
+    def join(self, projections: Linear) -> Tensor:
         """Return the mean of all streams after their projections, the decoder's output [rows, hidden_size]."""
         first, others = self._streams[:, :1], self._streams[:, 1:]
-        matrices = torch.unflatten(self._weights.join.weight, 0, (-1, self._decoder.hidden_size))
+        matrices = torch.unflatten(projections.weight, 0, (-1, self._decoder.hidden_size))
         projected = torch.bmm(others.transpose(0, 1), matrices.transpose(1, 2)).transpose(0, 1)
         return torch.cat((first, _scaled_like(projected, first)), dim=1).mean(dim=1)
 
@@ -84,6 +84,13 @@ class ResidualStreams:
         """Return the inputs of a layer's mixtures, [rows, streams], made from the active stream x."""
         normed = apply_norm(x, weights.router_norm, self._decoder.norm_eps) * self._decoder.hidden_size**-1
         return torch.tanh(weights.router(normed).float()).to(x.dtype)
+
+
+def split_streams(embedded: Tensor, projections: Linear) -> Tensor:
+    """Return all residual streams [rows, streams, hidden_size], made from token embeddings [rows, hidden_size]."""
+    others = torch.unflatten(projections(embedded), 1, (-1, embedded.shape[1]))
+    first = embedded[:, None]
+    return torch.cat((first, _scaled_like(others, first)), dim=1)
 
 
 def add_low_rank(x: Tensor, weights: LaurelWeights, eps: float) -> Tensor:

@@ -1,7 +1,7 @@
 """The forward pass in torch's operators, one class for all families.
 
-A pipeline stage has some of the layers, and starts from the hidden states of the previous stage. Embedding and
-logits, of which each rank may have a part of the vocabulary, are used by compiled layers too.
+A pipeline stage has some of the layers, and starts from the output of the previous stage. Embedding and logits,
+of which each rank may have a part of the vocabulary, are used by compiled layers too.
 
 Everything specific to a family was resolved when the checkpoint was read; the branches in this module depend on
 fields of DecoderConfig.
@@ -26,7 +26,7 @@ from inflight.engine.attention.gathering import GATHERING
 from inflight.engine.attention.interface import Attention
 from inflight.engine.collectives import ALONE, Collectives, join_logits
 from inflight.engine.kv_cache import KvCache, cache_places
-from inflight.engine.layers.altup import ResidualStreams, add_low_rank, drop_small_gates
+from inflight.engine.layers.altup import ResidualStreams, add_low_rank, drop_small_gates, split_streams
 from inflight.engine.layers.embedding import embed
 from inflight.engine.layers.experts import mix_experts
 from inflight.engine.layers.layer_operations import ACTIVATIONS, LayerOperations, apply_norm, rotate
@@ -176,10 +176,12 @@ class Decoder:
     ) -> Tensor:
         """Compute the last layer's output [rows, hidden_size], and fill the cache.
 
+        Before the last stage, the output is what the next stage needs: [rows, `DecoderConfig.stage_width`].
+
         Args:
             packed: The rows.
             cache: The KV cache.
-            hidden: The previous stage's output [rows, hidden_size]; None at the first stage.
+            hidden: The previous stage's output; None at the first stage.
             between: Collects hidden states between layers.
             active: The rows' adapters; None: the adapters that `packed` names.
 
@@ -191,9 +193,9 @@ class Decoder:
             active = self._pool().activate(packed.adapters)
         attention = self._attention.prepare(packed, cache)
         places = cache_places(packed, cache.tokens_per_block)
-        x = self._embed(packed) if hidden is None else hidden
-        inputs = self._layer_inputs(packed, x)
-        x, read, streams = self._start_layers(x)
+        x, embedded, streams = self._start_layers(packed, hidden)
+        inputs = self._layer_inputs(packed, embedded)
+        read = self._norm(x, weights.layers[0].first_norm)
         rotations = self._rotations(packed)
         query_factors = None if self._query_factors is None else self._query_factors[packed.positions]
         # The rows' keys and values, by index of the layer among layers with attention.
@@ -223,7 +225,7 @@ class Decoder:
             x, read = self._end_layer(x, computed, layer, given, following, streams)
             if packed.virtual is not None and packed.virtual.add_after(self._first_layer + index, x):
                 read = self._norm(x, following)
-        return x if streams is None else streams.join()
+        return self._end_layers(x, embedded, streams)
 
     def _rotations(self, packed: PackedBatch) -> dict[tuple[RopeConfig, int] | None, Any]:
         """Return the rows' rotations by kind of rotary positions, as `LayerOperations.rotation` makes them."""
@@ -233,15 +235,41 @@ class Decoder:
             positions = torch.arange(len(positions), device=self._device)
         return {rope: self._operations.rotation(cos, sin, positions) for rope, (cos, sin) in tables.items()}
 
-    def _start_layers(self, x: Tensor) -> tuple[Tensor, Tensor, ResidualStreams | None]:
-        """Return the first layer's input and its norm, and the residual streams made from the embeddings x; None
-        if there is one stream."""
-        weights, streams = self._weights, None
-        if weights.streams is not None:
-            of_layers = [layer.altup for layer in weights.layers if layer.altup is not None]
-            streams = ResidualStreams(self.config, weights.streams, of_layers, x)
-            x = streams.active
-        return x, self._norm(x, weights.layers[0].first_norm) if weights.layers else x, streams
+    def _start_layers(
+        self, packed: PackedBatch, hidden: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, ResidualStreams | None]:
+        """Return the first layer's input, the rows' token embeddings, and the residual streams.
+
+        The embeddings are None without per-layer embeddings, which are made from them; the streams are None if
+        there is only one. `hidden` is the previous stage's output, see `_end_layers`; None at the first stage.
+        """
+        width, weights = self.config.hidden_size, self._weights
+        x = self._embed(packed) if hidden is None else hidden
+        if self.config.layer_inputs is None:
+            return x, None, None
+        embedded = x
+        if hidden is not None:
+            x, embedded = (part.contiguous() for part in hidden.tensor_split((-width,), dim=1))
+        if weights.streams is None:
+            return x, embedded, None
+        split = weights.streams.split
+        given = torch.unflatten(x, 1, (-1, width)) if split is None else split_streams(x, split)
+        of_layers = [layer.altup for layer in weights.layers if layer.altup is not None]
+        streams = ResidualStreams(self.config, of_layers, given)
+        return streams.active, embedded, streams
+
+    def _end_layers(self, x: Tensor, embedded: Tensor | None, streams: ResidualStreams | None) -> Tensor:
+        """Return the output of `forward`, given the last layer's output x and the results of `_start_layers`.
+
+        Later stages make the per-layer embeddings of their own layers from `embedded`, and not the first stage for
+        all: so each stage has only its layers' columns of the table, a large part of the weights of these models,
+        and fewer numbers are sent.
+        """
+        if streams is not None:
+            assert self._weights.streams is not None, "several streams have weights"
+            join = self._weights.streams.join
+            x = streams.all.flatten(1) if join is None else streams.join(join)
+        return x if self._part.is_last_stage or embedded is None else torch.cat((x, embedded), dim=1)
 
     def _end_attention(
         self, x: Tensor, read: Tensor, mixed: Tensor, layer: LayerWeights, norm: Norm | None
@@ -316,16 +344,16 @@ class Decoder:
         assert self._weights.embedding is not None, "the first stage embeds the tokens"
         return F.embedding(token_ids, self._weights.embedding)
 
-    def _layer_inputs(self, packed: PackedBatch, embedded: Tensor) -> Tensor | None:
-        """Return the rows' per-layer embeddings, [rows, layers, size]; None for a model without them."""
+    def _layer_inputs(self, packed: PackedBatch, embedded: Tensor | None) -> Tensor | None:
+        """Return the rows' per-layer embeddings, [rows, layers, size]; None for a model without them.
+
+        Virtual tokens are found by their ids, which every stage has; their embeddings come with `embedded`.
+        """
         config, weights = self.config.layer_inputs, self._weights.token_inputs
-        if config is None or weights is None:
+        if config is None or weights is None or embedded is None:
             return None
-        token_ids, virtual = packed.token_ids, packed.virtual
-        if virtual is not None:
-            token_ids = token_ids.index_fill(0, virtual.rows, config.virtual_id)
-        if config.vocab_size < self.config.vocab_size:
-            token_ids = token_ids.masked_fill(token_ids >= config.vocab_size, config.virtual_id)
+        num_known = min(config.vocab_size, self.config.vocab_size)
+        token_ids = packed.token_ids.masked_fill(packed.token_ids >= num_known, config.virtual_id)
         of_tokens = F.embedding(token_ids, weights.embedding)
         of_tokens = of_tokens * torch.tensor(config.size**0.5, dtype=of_tokens.dtype)
         projected = weights.projection(embedded) * self.config.hidden_size**-0.5
