@@ -160,6 +160,7 @@ GOOD = [
     ("kv_cache_dir", "/cache/kv", "/cache/kv"),
     ("kv_cache_disk_bytes", "1000000", 1_000_000),
     ("kv_cache_max_age_s", "60", 60),
+    ("otlp_traces_endpoint", "http://localhost:4318/v1/traces", "http://localhost:4318/v1/traces"),
     ("kv_events_config", "{}", KvEventsConfig()),
     ("kv_events_config", '{"enable_kv_cache_events": false}', None),
     ("kv_events_config", '{"publisher": "null"}', None),

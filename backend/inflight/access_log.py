@@ -30,6 +30,7 @@ from inflight.core.request.request import Origin, Request
 from inflight.core.request.response import RequestEnding, Response
 from inflight.core.request.stop import FinishReason
 from inflight.log_lines import ACCESS, ACCESS_LOG_VARIABLE, LineFormatter, Value, format_fields
+from inflight.tracing import EndedRequest, Tracer
 
 LOGGER = logging.getLogger("inflight.access")
 """The logger of all access lines; a record's attribute `fields` has the values by name."""
@@ -104,10 +105,17 @@ class _Line:
 
 
 class AccessLog:
-    """Writer of access lines, on a thread of its own. All methods may be called on any thread."""
+    """Writer of access lines, on a thread of its own. All methods may be called on any thread.
 
-    def __init__(self) -> None:
-        self._lines: SimpleQueue[_Line | None] = SimpleQueue()
+    Args:
+        tracer: Records the spans of requests that reached the engine; None: no spans are recorded.
+    """
+
+    def __init__(self, tracer: Tracer | None = None) -> None:
+        self._tracer = tracer
+        self._lines: SimpleQueue[_Line | threading.Event | None] = (
+            SimpleQueue()
+        )  # an event is set in its turn
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._num_dropped = 0
@@ -129,7 +137,7 @@ class AccessLog:
 
     def leave(self, entry: AccessEntry | None, response: Response) -> None:
         """Write the line of a request whose final response is `response`. Never blocks."""
-        if entry is None or not LOGGER.isEnabledFor(logging.INFO):
+        if entry is None or not (self._tracer or LOGGER.isEnabledFor(logging.INFO)):
             return
         ending = response.ending or _ending_of(response)
         fields: dict[str, Value] = {} if response.error is None else {"code": response.error.code}
@@ -165,6 +173,15 @@ class AccessLog:
 
         return count_and_pass_on
 
+    def flush(self) -> None:
+        """Write the waiting lines and send their spans, for at most three seconds."""
+        if self._thread is not None:
+            are_written = threading.Event()
+            self._lines.put(are_written)
+            are_written.wait(_END_S)
+        if self._tracer is not None:
+            self._tracer.flush()
+
     def close(self) -> None:
         """Write the waiting lines, for at most a second, and end the thread. Idempotent."""
         with self._lock:
@@ -172,6 +189,8 @@ class AccessLog:
         if thread is not None:
             self._lines.put(None)
             thread.join(_END_S)
+        if self._tracer is not None:
+            self._tracer.close()
 
     def _put(self, line: _Line) -> None:
         if self._lines.qsize() >= _MAX_WAITING:
@@ -186,10 +205,16 @@ class AccessLog:
 
     def _run(self) -> None:
         while (line := self._lines.get()) is not None:
+            if isinstance(line, threading.Event):
+                line.set()
+                continue
             dropped, self._num_dropped = self._num_dropped, 0
             if dropped:
                 LOGGER.info(format_fields({"dropped_lines": dropped}))
-            _write(line)
+            if LOGGER.isEnabledFor(logging.INFO):
+                _write(line)
+            if self._tracer is not None:
+                self._tracer.record(_ended(line))
 
 
 class _ResponseCount:
@@ -219,6 +244,21 @@ class _ResponseCount:
 def _ending_of(response: Response) -> RequestEnding:
     """Return the ending of a request that ended before it started."""
     return RequestEnding() if response.result is None else RequestEnding(0, response.result.finish_reasons)
+
+
+def _ended(line: _Line) -> EndedRequest:
+    """Return the request of a line, for its spans."""
+    ended_ns = round(line.wall_s * 1e9)
+    clock_ns = ended_ns - line.end_ns
+    return EndedRequest(
+        line.entry.origin,
+        line.ending,
+        line.entry.num_prompt_tokens,
+        str(line.fields.get("code", "")),
+        line.entry.begun_ns + clock_ns,
+        ended_ns,
+        clock_ns,
+    )
 
 
 def _write(line: _Line) -> None:

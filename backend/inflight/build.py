@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from inflight.parameter_spec import KvEventsConfig
     from inflight.ranks.rank_context import RankContext
     from inflight.receipts.engine_part import EngineReceipts
+    from inflight.tracing import Tracer
 
 __all__ = [
     "UNLOAD_TIMEOUT_S",
@@ -260,6 +261,7 @@ def start_engine(
         lambda kind, timeout_s: manager.reports(kind, timeout_s),
         adapters,
         receipts,
+        _make_tracer(parameters),
     )
     guides = _make_guide_compiler(parameters, model, lambda: manager.notify())
     manager = GptManager(
@@ -433,6 +435,15 @@ def _describe(parameters: Parameters, model: LoadedModel) -> EngineDescription:
         state_enabled=parameters.enable_state_requests,
         adapter_commands_enabled=parameters.enable_adapter_commands,
     )
+
+
+def _make_tracer(parameters: Parameters) -> Tracer | None:
+    """Raises ConfigError if the endpoint is no URL."""
+    if parameters.otlp_traces_endpoint is None:
+        return None
+    from inflight.tracing import Tracer
+
+    return Tracer(parameters.otlp_traces_endpoint)
 
 
 def _with_kv_events(parameters: Parameters) -> SchedulingConfig:

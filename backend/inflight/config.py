@@ -492,6 +492,13 @@ class Parameters:
         "default: they are not published",
         behind="kv_cache_max_age_s",
     )
+    otlp_traces_endpoint: str | None = parameter(
+        None,
+        TEXT,
+        "URL to which OpenTelemetry spans of all requests are sent by OTLP over HTTP, such as "
+        "http://localhost:4318/v1/traces; default: none are recorded",
+        behind="kv_events_config",
+    )
     cancellation_check_period_ms: int = parameter(
         20, integer(1), "how often each request is checked for cancellation", _MODELS
     )

@@ -67,6 +67,7 @@ OTHER_NAMES: Mapping[str, OtherNames] = {
     "kv_cache_dir": OtherNames("--kv-cache-dir"),
     "kv_cache_disk_bytes": OtherNames("--kv-cache-disk"),
     "kv_events_config": OtherNames("--kv-events-config", "--kv-events-config"),
+    "otlp_traces_endpoint": OtherNames("--otlp-traces-endpoint", "--otlp-traces-endpoint"),
     "kv_cache_free_cpu_mem_fraction": OtherNames("", "VLLM_CPU_KVCACHE_SPACE"),
     "exclude_input_in_output": _of_backend(),
     "cancellation_check_period_ms": _of_backend(),

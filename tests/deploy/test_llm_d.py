@@ -25,7 +25,7 @@ SPECS = {
     "block size": "nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type=tokens_per}",
     "number of blocks": "nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type=max}",
 }
-"""What llm-d's router reads of pods with the label `triton-tensorrt-llm`."""
+"""The metrics that llm-d's router reads of pods with the label `triton-tensorrt-llm`."""
 
 
 def read(page: str, spec: str) -> float:

@@ -107,6 +107,8 @@ def _ending_of(group: RequestGroup) -> RequestEnding:
         tuple(sequence.finish_reason for sequence in sequences),
         min((sequence.first_token_ns for sequence in sequences if sequence.first_token_ns), default=0),
         group.adapter.digest if group.adapter else b"",
+        min((each.first_scheduled_ns for each in sequences if each.first_scheduled_ns), default=0),
+        max(sequence.last_token_ns for sequence in sequences),
     )
 
 

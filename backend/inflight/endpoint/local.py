@@ -34,6 +34,7 @@ from inflight.core.request.results import ended_before_start
 from inflight.core.request.stop import FINISH_REASON_OF_STOP, FinishReason, StopReason, StopSignal
 from inflight.endpoint.delivery import ResponseTarget
 from inflight.errors import InflightError, Unavailable, Unsupported
+from inflight.tracing import Tracer
 
 _log = logging.getLogger(__name__)
 _Waiting = TypeVar("_Waiting")
@@ -58,6 +59,7 @@ class LocalEngineClient:
             `reports`. None if the batcher keeps no reports.
         adapters: Executes adapter commands; None: there are no such commands.
         receipts: Makes the engine's part of receipts; None: there are no receipts.
+        tracer: Records the spans of requests; None: no spans are recorded.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class LocalEngineClient:
         read_reports: Callable[[ReportKind, float | None], Reports] | None = None,
         adapters: Adapters | None = None,
         receipts: Receipts | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self._description = description
         self._notify = notify
@@ -78,7 +81,7 @@ class LocalEngineClient:
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self._outboxes: tuple[WaitUntilSent, ...] = ()
-        self._access_log = AccessLog()
+        self._access_log = AccessLog(tracer)
         self._targets: dict[int, ResponseTarget] = {}  # of all unanswered requests
         self._queue: dict[int, Request] = {}  # in order of arrival
         self._with_receipt: set[int] = set()  # unanswered requests that want a receipt
@@ -210,7 +213,11 @@ class LocalEngineClient:
             timeout_s: How many seconds requests may continue.
             why: The error message for requests that are refused or ended.
         """
-        error = Unavailable(why)
+        self._end_requests(timeout_s, Unavailable(why))
+        with self._delivering:  # the last request has its access line
+            self._access_log.flush()
+
+    def _end_requests(self, timeout_s: float, error: InflightError) -> None:
         self.refuse(error)
         with self._lock:
             if self._wait_for_all(timeout_s):

@@ -73,7 +73,7 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         request_id = id_for(scope)
-        scope[_SCOPE_KEY] = Passage(Origin("openai", request_id, "", _address(scope), time.monotonic_ns()))
+        scope[_SCOPE_KEY] = Passage(_origin(scope, request_id))
         REQUEST_ID.set(request_id)
 
         has_started = False
@@ -100,6 +100,17 @@ class RequestIds:
             "printable ASCII"
         )
         await JSONResponse(error_body(400, text, HEADER, "invalid_value"), 400)(scope, receive, send_with_id)
+
+
+def _origin(scope: Scope, request_id: str) -> Origin:
+    return Origin(
+        "openai",
+        request_id,
+        client=_address(scope),
+        received_ns=time.monotonic_ns(),
+        operation="chat" if "chat" in scope["path"] else "text_completion",
+        traceparent=Headers(scope=scope).get("traceparent", ""),
+    )
 
 
 def _address(scope: Scope) -> str:

@@ -443,6 +443,9 @@ class TritonServer:
             f"--model-repository={self.repository.path}",
             *(f"--{service}-address={self._address}" for service in self.ports.of_triton()),
             *(f"--{service}-port={port}" for service, port in self.ports.of_triton().items()),
+            # Clients' trace contexts become request parameters.
+            "--http-header-forward-pattern=traceparent",
+            "--grpc-header-forward-pattern=traceparent",
             f"--exit-timeout-secs={self._options.exit_timeout_s}",
             f"--log-verbose={int(self._options.log_verbose)}",
             # With auto-completion, tritonserver would start every model's stub twice, first only to complete

@@ -83,6 +83,12 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         help="publish KV cache events by ZeroMQ in vLLM's format, for routers; {} publishes them at tcp://*:5557",
     )
     add(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="send OpenTelemetry spans of all requests to this collector, by OTLP over HTTP, such as "
+        "http://localhost:4318/v1/traces",
+    )
+    add(
         "--lora",
         metavar="NAME=PEFT_FOLDER",
         type=named_folder,

@@ -183,7 +183,6 @@ DIFFERENT: Mapping[str, str] = {
     "--log-config-file": "take --log-format json, which writes every line as a JSON object",
     "--max-log-len": "nothing to set: the log has no prompts",
     "--enable-log-outputs": "take --set record_path=FILE, which records whole requests",
-    "--otlp-traces-endpoint": "not supported: a request's line in the log has its times",
     "--collect-detailed-traces": "not supported: a request's line in the log has its times",
 }
 """Advice by another server's flag that has no option with the same values here."""

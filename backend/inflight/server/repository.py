@@ -41,7 +41,7 @@ ENGINE_ENDPOINT = "engine_endpoint"
 RECORD_PATH, RECEIPT_KEY_FILE = "record_path", "receipt_key_file"
 SPECULATIVE_DECODING_MODE = "speculative_decoding_mode"
 KV_CACHE_DIR, KV_CACHE_DISK_BYTES = "kv_cache_dir", "kv_cache_disk_bytes"
-KV_EVENTS_CONFIG = "kv_events_config"
+KV_EVENTS_CONFIG, OTLP_TRACES_ENDPOINT = "kv_events_config", "otlp_traces_endpoint"
 LORA_ADAPTERS, LORA_DIR, LORA_PREFETCH_DIR = "lora_adapters", "lora_dir", "lora_prefetch_dir"
 ADD_SPECIAL_TOKENS, MODEL_TYPE = "add_special_tokens", "gpt_model_type"
 ADDITIONAL_OUTPUTS = "additional_model_outputs"
@@ -67,6 +67,7 @@ class Wanted:
         kv_cache_dir: Folder in which KV blocks are saved.
         kv_cache_disk_bytes: Maximum size of the files in this folder.
         kv_events_config: How KV cache events are published, a JSON object.
+        otlp_traces_endpoint: URL to which spans of requests are sent.
     """
 
     model: Path | None = None
@@ -80,6 +81,7 @@ class Wanted:
     kv_cache_dir: Path | None = None
     kv_cache_disk_bytes: int | None = None
     kv_events_config: str | None = None
+    otlp_traces_endpoint: str | None = None
 
 
 @dataclass(frozen=True)
@@ -216,6 +218,8 @@ def _settings(wanted: Wanted) -> dict[str, str]:
         values[KV_CACHE_DISK_BYTES] = str(wanted.kv_cache_disk_bytes)
     if wanted.kv_events_config is not None:
         values[KV_EVENTS_CONFIG] = wanted.kv_events_config
+    if wanted.otlp_traces_endpoint is not None:
+        values[OTLP_TRACES_ENDPOINT] = wanted.otlp_traces_endpoint
     if wanted.engine is not None:
         values[ENGINE] = wanted.engine
     if wanted.engine_dir is not None:

@@ -26,7 +26,10 @@ from inflight.tensors.spec import TensorTable, Vocabulary
 
 PRIORITY, CLIENT_ID, ALLOTTED_TIME, TIMEOUT = "request_priority", "client_id", "allotted_time_ms", "timeout"
 END_IDS, CODED_ERRORS, STRUCTURED_ERRORS = "end_ids", "error_codes", "structured_errors"
-_READ = frozenset({PRIORITY, CLIENT_ID, ALLOTTED_TIME, TIMEOUT, END_IDS, CODED_ERRORS, STRUCTURED_ERRORS})
+TRACEPARENT = "traceparent"
+_READ = frozenset(
+    {PRIORITY, CLIENT_ID, ALLOTTED_TIME, TIMEOUT, END_IDS, CODED_ERRORS, STRUCTURED_ERRORS, TRACEPARENT}
+)
 
 HARMLESS: Mapping[str, str] = {
     "Streaming": "tensorrtllm_backend's client sends it beside `stop`, and tensorrtllm_backend ignores it too",
@@ -61,12 +64,15 @@ class RequestParameters:
         client_id: Parameter `client_id`.
         allotted_time_ms: Parameter `allotted_time_ms`, else `timeout` rounded up to milliseconds.
         end_ids: Parameter `end_ids`: tokens that end the sequence; the tensor `end_id` has only one.
+        traceparent: Parameter `traceparent`, W3C's trace context, whose span is the parent of the request's; "":
+            not given.
     """
 
     priority: float | None = None
     client_id: int | None = None
     allotted_time_ms: int | None = None
     end_ids: tuple[int, ...] | None = None
+    traceparent: str = ""
 
 
 NO_PARAMETERS = RequestParameters()
@@ -100,7 +106,15 @@ def read_request_parameters(
         client_id=_integer(given, CLIENT_ID, _LARGEST_CLIENT_ID),
         allotted_time_ms=_allotted_time(given, timeout_us),
         end_ids=_end_ids(given),
+        traceparent=_traceparent(given),
     )
+
+
+def _traceparent(given: Mapping[str, Any]) -> str:
+    value = given.get(TRACEPARENT, "")
+    if not isinstance(value, str):
+        raise InvalidArgument(f"request parameter {TRACEPARENT} is {value!r}, expected text")
+    return value
 
 
 def error_writer(parameters: str) -> Callable[[InflightError], str]:

@@ -183,6 +183,7 @@ class FrontEnd:
             self._vocabulary,
             self._model.parameters.ignored_request_parameters,
         )
+        origin = replace(origin, traceparent=parameters.traceparent)
         rows = TensorReader(input_arrays(triton_request), INPUTS, self._vocabulary).rows()
         kind = request_kind(rows)
         if kind is RequestKind.STOP:

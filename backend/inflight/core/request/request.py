@@ -159,7 +159,7 @@ class ExternalDraft:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The origin of a request, for log lines.
+    """The origin of a request, for log lines and traces.
 
     Attributes:
         front: The front end: "openai", "triton" or "executor".
@@ -167,6 +167,8 @@ class Origin:
         model: The model that the client named; "": none.
         client: The client, as far as it is known: its address, or its `client_id`.
         received_ns: When the front end received the request, in monotonic nanoseconds; 0: when the engine did.
+        operation: OpenTelemetry's name of the operation: `chat` or `text_completion`.
+        traceparent: W3C's trace context of the client; "": none.
     """
 
     front: str
@@ -174,6 +176,8 @@ class Origin:
     model: str = ""
     client: str = ""
     received_ns: int = 0
+    operation: str = "text_completion"
+    traceparent: str = ""
 
     @property
     def log_extra(self) -> dict[str, str]:

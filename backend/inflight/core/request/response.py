@@ -170,19 +170,23 @@ class SequenceResult:
 
 @dataclass(frozen=True, slots=True)
 class RequestEnding:
-    """The scheduler's part of a request's line in the access log, and of its receipt.
+    """The scheduler's part of a request's line in the access log, of its trace and of its receipt.
 
     Attributes:
         num_output_tokens: Number of tokens generated in all sequences; of a beam search, its steps.
         finish_reasons: The finish reason of each sequence.
         first_token_ns: When the first token was sampled, in monotonic nanoseconds; 0: there is none.
         adapter_digest: Digest of the request's adapter; b"" without one.
+        first_scheduled_ns: When its first iteration began; 0: it was not scheduled.
+        last_token_ns: When the last token was sampled; 0: there is none.
     """
 
     num_output_tokens: int = 0
     finish_reasons: tuple[FinishReason, ...] = ()
     first_token_ns: int = 0
     adapter_digest: bytes = b""
+    first_scheduled_ns: int = 0
+    last_token_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
