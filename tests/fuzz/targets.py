@@ -6,6 +6,7 @@ A target may raise the errors that its parser documents; anything else is a find
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import socket
 import tempfile
@@ -82,7 +83,7 @@ def changed(document: Any, choices: Choices) -> Any:
             if isinstance(at[key], dict | list) and at[key] and choices.below(2):
                 at = at[key]
                 continue
-            value = _VALUES[choices.below(len(_VALUES))]
+            value = copy.deepcopy(_VALUES[choices.below(len(_VALUES))])
             if choices.below(4) == 0:
                 del at[key]
             else:
