@@ -408,11 +408,8 @@ def test_keys_may_be_sent_in_either_header(tmp_path: Path) -> None:
         with pytest.raises(anthropic.AuthenticationError, match="x-api-key") as caught:
             endpoint.client.messages.create(**asked)
         assert caught.value.type == "authentication_error"
-        for keys in (
-            {"api_key": "secret"},
-            {"auth_token": "other"},
-            {"api_key": "x", "auth_token": "secret"},
-        ):
+        both = {"api_key": "x", "default_headers": {"authorization": "Bearer secret"}}
+        for keys in ({"api_key": "secret"}, {"auth_token": "other"}, both):
             with anthropic.Anthropic(base_url=endpoint.url, max_retries=0, **cast(Any, keys)) as client:
                 assert client.messages.create(**asked).content
 

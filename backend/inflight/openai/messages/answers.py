@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pydantic_core
 
@@ -211,7 +211,7 @@ def _field_of(kind: str) -> str:
 def _arguments(text: str) -> dict[str, Any]:
     """Return the arguments of a call; of a call that a limit has cut off, those that are complete."""
     try:
-        found = pydantic_core.from_json(text, allow_partial=True) if text else {}
+        found: Any = pydantic_core.from_json(text or "{}", allow_partial=True)
     except ValueError:
         found = None
-    return found if isinstance(found, dict) else {"raw_arguments": text}
+    return cast(dict[str, Any], found) if isinstance(found, dict) else {"raw_arguments": text}

@@ -6,7 +6,7 @@ Runs on the tokenizing threads.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -80,7 +80,7 @@ class ConvertedChat:
     places: Mapping[str, str]
 
     @contextmanager
-    def errors_named(self) -> Iterator[None]:
+    def errors_named(self) -> Generator[None]:
         """Convert errors about fields of the chat to errors about fields of the client's body."""
         try:
             yield
@@ -169,7 +169,7 @@ def _tool_choice(body: CountTokensBody) -> dict[str, Any]:
 
 
 def _thinking(model: ServingModel, body: CountTokensBody) -> dict[str, Any]:
-    thinking = body.thinking or MessagesThinking(type="adaptive")
+    thinking = body.thinking or MessagesThinking(type="adaptive", budget_tokens=None)
     fields: dict[str, Any] = {"include_reasoning": thinking.display != "omitted"}
     if thinking.type == "adaptive":
         return fields
