@@ -37,7 +37,7 @@ class MessageStream(EventStream):
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _BlockPart:
     """Text that belongs to one block.
 
     Attributes:
@@ -109,27 +109,27 @@ class MessageWriter:
             end = {"type": "message_delta", "delta": self._end(last), "usage": self._usage()}
             yield _framed([*self._close_block(), end, {"type": "message_stop"}])
 
-    def _parts(self, piece: Piece) -> Iterator[_Part]:
+    def _parts(self, piece: Piece) -> Iterator[_BlockPart]:
         """Yield the parts that the piece adds, in the order in which the model has written them."""
         reasoning, delta = self._parser.add(piece)
         if reasoning and self._shows_reasoning:
-            yield _Part("thinking", reasoning)
+            yield _BlockPart("thinking", reasoning)
         yield from self._parts_of(delta)
 
-    def _parts_of(self, delta: ChatDelta) -> Iterator[_Part]:
+    def _parts_of(self, delta: ChatDelta) -> Iterator[_BlockPart]:
         content = delta.content
         for call in delta.tool_calls:
             if call.id:
                 before, content = _split(content, call.offset - self._num_content)
                 self._num_content += len(before)
                 if before:
-                    yield _Part("text", before)
-            yield _Part("tool_use", call.arguments, call if call.id else None)
+                    yield _BlockPart("text", before)
+            yield _BlockPart("tool_use", call.arguments, call if call.id else None)
         self._num_content += len(content)
         if content:
-            yield _Part("text", content)
+            yield _BlockPart("text", content)
 
-    def _events_of(self, part: _Part) -> Iterator[dict[str, Any]]:
+    def _events_of(self, part: _BlockPart) -> Iterator[dict[str, Any]]:
         if part.call is not None or part.kind != self._kind:
             yield from self._close_block()
             self._kind = part.kind
@@ -196,7 +196,7 @@ def _split(text: str, length: int) -> tuple[str, str]:
     return text[: max(length, 0)], text[max(length, 0) :]
 
 
-def _new_block(part: _Part) -> dict[str, Any]:
+def _new_block(part: _BlockPart) -> dict[str, Any]:
     if part.kind == "thinking":
         return {"type": "thinking", "thinking": "", "signature": ""}
     if part.call is None:
