@@ -39,7 +39,7 @@ def writer(only_one: bool) -> MessageWriter:
     request = SimpleNamespace(max_new_tokens=99, prompt_length=5)
     prompt: Any = SimpleNamespace(request=request)
     prepared = SimpleNamespace(usage=Usage([prompt], 16), model_name="demo", prompts=[(prompt, None)])
-    body = ChatBody(messages=[{"role": "user"}], parallel_tool_calls=not only_one)
+    body = ChatBody.model_validate({"messages": [{"role": "user"}], "parallel_tool_calls": not only_one})
     chat = ChatPrompt("", None, "hermes", False, "think", False, ())
     return MessageWriter(body, cast(Any, prepared), chat, "msg_1", 99)
 
