@@ -73,9 +73,11 @@ class Output:
         result: Tokens, log probs and other outputs, with one row for each beam or sequence.
         texts: The text of each row; None if there is no text.
         batch_index: Index of the prompt in its request.
+        stop_string: The stop string that has ended the sequence; "" for none, and for beams.
     """
 
     prompt: Prompt
     result: SequenceResult
     texts: tuple[str, ...] | None
     batch_index: int = 0
+    stop_string: str = ""

@@ -21,7 +21,7 @@ TEMPLATE = ROOT / "examples" / "chat_template.jinja"
 
 def test_the_pages_programs_run() -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     with fake_engine() as engine, served(engine, chat_template=TEMPLATE) as url:
         names: dict[str, object] = {}
         for block in blocks:

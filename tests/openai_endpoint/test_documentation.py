@@ -7,13 +7,29 @@ from pathlib import Path
 
 import pytest
 
+from inflight.openai.messages.protocol import MessagesBody, MessagesOutput, MessagesThinking
 from inflight.openai.protocol import Body, ChatBody, CompletionBody, StreamOptions, StructuredOutputs
 
 PAGE = Path(__file__).parents[2] / "docs" / "openai.md"
 
 
-@pytest.mark.parametrize("body", [ChatBody, CompletionBody, StreamOptions, StructuredOutputs])
+_BODIES = [
+    ChatBody,
+    CompletionBody,
+    MessagesBody,
+    MessagesOutput,
+    MessagesThinking,
+    StreamOptions,
+    StructuredOutputs,
+]
+
+
+@pytest.mark.parametrize("body", _BODIES)
 def test_every_field_is_on_the_page(body: type[Body]) -> None:
-    named = set(re.findall(r"`([a-z_]+)`", PAGE.read_text(encoding="utf-8"))) | {"model", "stream_options"}
+    named = set(re.findall(r"`([a-z_]+)`", PAGE.read_text(encoding="utf-8"))) | {
+        "model",
+        "stream_options",
+        "type",
+    }
     fields = {field.alias or name for name, field in body.model_fields.items()}
     assert fields | set(body.not_served) <= named

@@ -415,8 +415,6 @@ def test_a_grpc_error_that_contains_a_kinds_name_is_not_a_server_error() -> None
             "v1/embeddings",
             "v1/responses",
             "v1/responses/r1/cancel",
-            "v1/messages",
-            "v1/messages/count_tokens",
         ),
         *("v1/audio/speech", "v1/images/generations", "v1/videos", "v1/realtime/sessions", "v1/moderations"),
         *("v1/files", "v1/files/f1/content", "v1/uploads/u1/parts", "v1/batches", "v1/batches/b1/cancel"),

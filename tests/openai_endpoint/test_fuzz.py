@@ -72,6 +72,33 @@ VALID: dict[str, list[dict[str, Any]]] = {
             "chat_template_kwargs": {},
         },
     ],
+    "/v1/messages": [
+        {
+            "max_tokens": 2,
+            "system": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}],
+            "messages": [{"role": "user", "content": "b"}],
+            "stop_sequences": ["c"],
+            "stream": True,
+        },
+        {
+            "max_tokens": 1,
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "q"}]},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "t", "signature": ""},
+                        {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}},
+                    ],
+                },
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "c"}]},
+            ],
+            "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+            "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+            "thinking": {"type": "adaptive"},
+        },
+    ],
+    "/v1/messages/count_tokens": [{"messages": [{"role": "user", "content": "b"}], "system": "a"}],
     "/tokenize": [
         {"prompt": "some text", "return_token_strs": True},
         {"messages": [{"role": "user", "content": "b"}], "add_generation_prompt": True},
@@ -169,11 +196,14 @@ def check_answer(status: int, answer: bytes, asked: bytes) -> None:
     """Assert that the answer is a success, or a client's error, short and in OpenAI's form."""
     assert status in (200, 400, 404, 501), (status, answer[:500], asked[:500])
     if status == 200:
-        assert answer.endswith(b"data: [DONE]\n\n") or json.loads(answer), asked[:500]
-        assert b'"server_error"' not in answer, (answer[-500:], asked[:500])
+        ends = (b"data: [DONE]\n\n", b'{"type":"message_stop"}\n\n')
+        assert answer.endswith(ends) or json.loads(answer), asked[:500]
+        assert b'"server_error"' not in answer and b'"api_error"' not in answer, (answer[-500:], asked[:500])
         return
-    error = json.loads(answer)["error"]
-    assert set(error) == {"message", "type", "param", "code"}
+    told = json.loads(answer)
+    error = told["error"]
+    is_anthropics = told.get("type") == "error"
+    assert set(error) == ({"message", "type"} if is_anthropics else {"message", "type", "param", "code"})
     assert error["message"] and len(error["message"]) < 2000, (error["message"][:500], asked[:500])
     assert "Traceback" not in error["message"] and "object at 0x" not in error["message"], error
 

@@ -368,3 +368,41 @@ def test_pictures_are_refused_without_an_encoder_or_a_place_in_the_template(
 def test_the_playground_is_told_how_large_pictures_may_be(endpoint: Endpoint) -> None:
     told = httpx.get(f"{endpoint.url}/playground/model").json()
     assert told == {"has_chat_template": True, "reason": "", "max_picture_bytes": (16 << 20) * 7 // 10}
+
+
+def test_messages_may_have_pictures(endpoint: Endpoint, folder: Path) -> None:
+    data = base64.b64encode(b"of data").decode()
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+    of_file = {"type": "image", "source": {"type": "url", "url": f"file://{folder}/a.png"}}
+    use = {"type": "tool_use", "id": "c1", "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": [text("seen:"), of_file]}
+    messages = [
+        *user(text("What is this?"), image),
+        {"role": "assistant", "content": [use]},
+        *user(result),
+    ]
+    answer = endpoint.post(messages, "v1/messages")
+    assert answer.status_code == 200, answer.text
+    ((prompt, pictures),) = endpoint.encoder.asked
+    assert pictures == [b"of data", b"of a file"]
+    assert f"<|user|>What is this?{PLACE}" in prompt and f"<|tool|>seen:{PLACE}" in prompt
+    (request,) = endpoint.engine.requests
+    assert request.prompt_table is not None and request.prompt_table.rows.shape[0] == 2 * ROWS
+    counted = httpx.post(f"{endpoint.url}/v1/messages/count_tokens", json={"messages": messages})
+    usage = answer.json()["usage"]
+    assert counted.json() == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+    for source, says in (
+        ({"type": "url", "url": "https://example.com/a.png"}, "messages[0].content[0].source"),
+        (
+            {"type": "file", "file_id": "f"},
+            "messages[0].content[0].source.type is 'file', expected base64 or url",
+        ),
+        (
+            {"type": "base64", "data": data},
+            "messages[0].content[0].source: expected type base64 with media_type",
+        ),
+    ):
+        refused = endpoint.post(user({"type": "image", "source": source}), "v1/messages")
+        error = refused.json()["error"]
+        assert (refused.status_code, error["type"]) == (400, "invalid_request_error")
+        assert says in error["message"], error

@@ -86,8 +86,8 @@ def test_text_ends_before_the_stop_string_and_tokens_with_it() -> None:
     text = make_text(stops=("de",))
     assert text.add(make_result(ids_of("bc"))) == (TextDelta("bc", 2),)
     assert text.add(make_result(ids_of("cd"))) == (TextDelta("c", 2),)  # "d" may begin it
-    assert text.add(make_result(ids_of("efg"))) == (TextDelta("", 1, stopped=True),)
-    assert text.add(final("h")) == (TextDelta("", 0, stopped=True),)
+    assert text.add(make_result(ids_of("efg"))) == (TextDelta("", 1, stop_string="de"),)
+    assert text.add(final("h")) == (TextDelta("", 0, stop_string="de"),)
 
 
 def test_a_possible_beginning_of_a_stop_string_is_released_by_the_last_result() -> None:
@@ -106,13 +106,13 @@ def test_a_stop_string_in_the_prompt_is_ignored(lead: bool) -> None:
 def test_one_whole_result_is_cut_like_a_stream() -> None:
     text = make_text("ab", lead=True, stops=("de",))
     (delta,) = text.add(final("abcdefg", num_output_tokens=(5,)))
-    assert delta == TextDelta("abc", 3, stopped=True)
+    assert delta == TextDelta("abc", 3, stop_string="de")
 
 
 def test_every_beam_has_a_text_and_an_end_of_its_own() -> None:
     text = make_text(stops=("de",))
     beams = make_beams(ids_of("cdef"), ids_of("cdd"), reason=FinishReason.LENGTH)
-    assert text.add(beams) == (TextDelta("c", 3, stopped=True), TextDelta("cdd", 3))
+    assert text.add(beams) == (TextDelta("c", 3, stop_string="de"), TextDelta("cdd", 3))
 
 
 def test_streamed_beams_have_all_text_so_far_without_stop_strings() -> None:
@@ -121,7 +121,7 @@ def test_streamed_beams_have_all_text_so_far_without_stop_strings() -> None:
     first = make_beams(ids_of("cd"), ids_of("cc"), reason=unfinished, is_cumulative=True)
     assert [delta.text for delta in text.add(first)] == ["c", "cc"]
     last = make_beams(ids_of("ccd"), ids_of("cde"), is_cumulative=True)
-    assert text.add(last) == (TextDelta("ccd", 3), TextDelta("c", 2 + 1, stopped=True))
+    assert text.add(last) == (TextDelta("ccd", 3), TextDelta("c", 2 + 1, stop_string="de"))
 
 
 def test_a_single_streamed_beam_has_all_text_so_far() -> None:
@@ -200,7 +200,7 @@ def detailed(*tokens: int) -> SequenceResult:
 
 
 def test_a_cut_result_has_the_values_of_its_kept_tokens() -> None:
-    result = cut_at_stop(detailed(5, 6, 7), (TextDelta("", 2, stopped=True),))
+    result = cut_at_stop(detailed(5, 6, 7), (TextDelta("", 2, stop_string="x"),))
     assert result.output_token_ids == ((7, 7, 5, 6),)
     assert (result.num_output_tokens, result.finish_reasons) == ((2,), (FinishReason.STOP_WORDS,))
     assert result.is_sequence_final
@@ -214,13 +214,13 @@ def test_a_cut_result_has_the_values_of_its_kept_tokens() -> None:
 def test_cum_log_prob_of_a_cut_result_uses_the_models_log_probs() -> None:
     """The sum is not of normalized log probs, which belong to another distribution."""
     normalized = replace(detailed(5, 6, 7), model_log_probs=((-1.0, -2.0, -4.0),), cum_log_probs=(-7.0,))
-    result = cut_at_stop(normalized, (TextDelta("", 2, stopped=True),))
+    result = cut_at_stop(normalized, (TextDelta("", 2, stop_string="x"),))
     assert result.log_probs == ((-0.5, -1.0),) and result.model_log_probs == ((-1.0, -2.0),)
     assert math.isclose(result.cum_log_probs[0], -3.0)
 
 
 def test_a_result_without_kept_tokens_is_empty() -> None:
-    result = cut_at_stop(detailed(5, 6), (TextDelta("", 0, stopped=True),))
+    result = cut_at_stop(detailed(5, 6), (TextDelta("", 0, stop_string="x"),))
     assert result.output_token_ids == ((7, 7),)
     assert result.generation_logits == (FloatTensor((0, 2), b""),)
 
@@ -232,11 +232,11 @@ def test_a_result_without_a_stop_is_unchanged() -> None:
 
 def test_beams_stop_independently() -> None:
     beams = make_beams((5, 6), (5, 7), reason=FinishReason.NOT_FINISHED)
-    result = cut_at_stop(beams, (TextDelta("", 1, stopped=True), TextDelta("", 2)))
+    result = cut_at_stop(beams, (TextDelta("", 1, stop_string="x"), TextDelta("", 2)))
     assert result.output_token_ids == ((5,), (5, 7))
     assert result.finish_reasons == (FinishReason.STOP_WORDS, FinishReason.NOT_FINISHED)
     assert not result.is_sequence_final
-    both = cut_at_stop(replace(beams), (TextDelta("", 1, stopped=True), TextDelta("", 2, stopped=True)))
+    both = cut_at_stop(replace(beams), (TextDelta("", 1, stop_string="x"), TextDelta("", 2, stop_string="x")))
     assert both.is_sequence_final
 
 

@@ -55,6 +55,7 @@ class Piece:
             requested or are not known.
         is_first: Whether this is the choice's first piece.
         is_cut: Whether a limit or a stop string, not the model, ended the choice.
+        stop_string: The stop string that ended the choice; "" for none.
     """
 
     index: int
@@ -69,6 +70,7 @@ class Piece:
     prompt_ranks: Sequence[int] = ()
     is_first: bool = False
     is_cut: bool = False
+    stop_string: str = ""
 
     def has_content(self, with_ids: bool) -> bool:
         """Return whether the piece has content for a client. Bytes of an incomplete character are no content.
@@ -102,6 +104,7 @@ class Piece:
             first.prompt_ranks,
             is_first=True,
             is_cut=last.is_cut,
+            stop_string=last.stop_string,
         )
 
 
@@ -246,6 +249,7 @@ class Pieces:
             result.prompt_log_probs,
             is_first=index not in self._begun,
             is_cut=reason in _CUTS,
+            stop_string=output.stop_string,
         )
         self._begun.add(index)
         if self._asked.max_tokens == 0:  # the engine generates one token, in its only result

@@ -20,6 +20,7 @@ from inflight.openai.bodies import BodyReader
 from inflight.openai.context import Context
 from inflight.openai.errors import add_error_handlers
 from inflight.openai.http_metrics import HttpMetrics, HttpObserver
+from inflight.openai.messages import routes as messages
 from inflight.openai.middleware import add_middleware
 from inflight.openai.options import OpenAiOptions
 from inflight.openai.pictures import ChatPictures, PicturesEncoder
@@ -57,7 +58,7 @@ def create_app(
     app = FastAPI(title="inflight", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.context = context
     app.state.bodies = BodyReader(session, options.max_body_bytes)
-    modules = (models, completions, chat_completions, tokenize, server_routes)
+    modules = (models, completions, chat_completions, messages, tokenize, server_routes)
     routers = (*(module.router for module in modules), playground_router)
     for router in routers:
         app.include_router(router)

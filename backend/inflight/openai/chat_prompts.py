@@ -13,7 +13,7 @@ from inflight.core.request.guide import Guide
 from inflight.openai.errors import invalid, unsupported
 from inflight.openai.guides import read_guide
 from inflight.openai.protocol import ChatBody
-from inflight.openai.serving_model import ServingModel
+from inflight.openai.serving_model import ServingModel, chosen_parser
 from inflight.serving.chat.messages import PictureUrl, picture_urls
 from inflight.serving.chat.reasoning import ends_reasoning, opens_reasoning, starts_inside
 from inflight.serving.chat.reasoning_formats import find_reasoning_format
@@ -60,12 +60,12 @@ def read_chat(model: ServingModel, body: ChatBody) -> ChatPrompt:
     text = render_messages(template, body, model.takes_pictures())
     pictures = _pictures(model, body) if model.takes_pictures() else ()
     final = body.messages[-1] if body.continue_final_message else None
-    reasoning_parser = _parser(model.options.reasoning_parser, template.reasoning_style)
+    reasoning_parser = model.reasoning_parser()
     is_inside = starts_inside(reasoning_parser, text, final)
     marked_by = reasoning_parser or "think"
     marks = find_reasoning_format(marked_by)
     choice = read_tool_choice(body.tools, body.tool_choice)
-    tool_parser = _parser(model.options.tool_call_parser, template.style)
+    tool_parser = chosen_parser(model.options.tool_call_parser, template.style)
     guide = read_guide(body)
     if choice.is_forced:
         tool_parser = forced_parser(tool_parser)
@@ -145,9 +145,3 @@ def render_messages(template: ChatTemplate, body: Any, takes_pictures: bool) -> 
         template_kwargs=kwargs,
         takes_pictures=takes_pictures,
     )
-
-
-def _parser(option: str, of_template: str) -> str:
-    if option == "auto":
-        return of_template
-    return "" if option == "none" else option

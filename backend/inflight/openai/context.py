@@ -114,14 +114,23 @@ async def answer_stream(
     request: Request,
     prepared: PreparedBody,
     events_of: Callable[[AsyncIterator[list[Piece]]], AsyncIterator[bytes]],
+    response: type[EventStream] = EventStream,
 ) -> Response:
-    """Return a streaming response. `events_of` converts the pieces to the events that it sends."""
+    """Return a streaming response.
+
+    Args:
+        context: The context of the application.
+        request: The HTTP request.
+        prepared: The prepared body.
+        events_of: Function that converts the pieces to the events that the response sends.
+        response: Class of the response.
+    """
     stream = _open(context, request, prepared)
     watcher = Watcher(request, stream)
     try:
         await _start(request, stream)
         pieces = Pieces(prepared.asked, prepared.usage, prepared.receipt).read(stream)
-        return EventStream(await peeked(events_of(pieces)), watcher)
+        return response(await peeked(events_of(pieces)), watcher)
     except BaseException:  # any error is raised again after the stream is closed
         watcher.close()
         raise

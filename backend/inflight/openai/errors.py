@@ -2,7 +2,8 @@
 
     {"error": {"message": …, "type": …, "param": …, "code": …}}
 
-`param` is the invalid field of the body; it is null if no field is invalid, or the field is not known.
+`param` is the invalid field of the body; it is null if no field is invalid, or the field is not known. Below
+/v1/messages, `refusal` returns errors in Anthropic's format.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from inflight.errors import (
     Unsupported,
     unexpected,
 )
+from inflight.openai.messages.error_format import in_anthropics_format, is_of_messages
 
 _log = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499
@@ -149,10 +151,28 @@ def error_body(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def error_response(error: Exception) -> JSONResponse:
-    """Return the response for an error. If the error may be temporary, the response has a Retry-After header."""
+def error_response(error: Exception, path: str) -> JSONResponse:
+    """Return the response for an error of a request to `path`.
+
+    If the error may be temporary, the response has a Retry-After header.
+    """
     status, body = describe_error(error)
-    return JSONResponse(body, status, {"Retry-After": "1"} if status in (429, 503) else None)
+    return refusal(path, status, body, {"Retry-After": "1"} if status in (429, 503) else None)
+
+
+def refusal(
+    path: str, status: int, body: dict[str, Any], headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    """Return a response with an error, in the format that clients of the path expect.
+
+    Args:
+        path: Path of the request.
+        status: HTTP status.
+        body: OpenAI's object for the error, as `error_body` returns it.
+        headers: Headers of the response.
+    """
+    told = in_anthropics_format(status, body) if is_of_messages(path) else body
+    return JSONResponse(told, status, headers)
 
 
 def add_error_handlers(app: FastAPI, paths: Collection[str]) -> None:
@@ -165,14 +185,15 @@ def add_error_handlers(app: FastAPI, paths: Collection[str]) -> None:
     routes = sorted(path for path in paths if "{" not in path)
 
     async def of_engine(request: Request, error: Exception) -> JSONResponse:
-        return error_response(error)
+        return error_response(error, request.url.path)
 
     async def of_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         message = str(error.detail)
         if error.status_code in (404, 405):
             message = f"{request.method} {request.url.path}: {message}{_other_route(routes, request, error)}"
-        return JSONResponse(error_body(error.status_code, message), error.status_code, error.headers)
+        body = error_body(error.status_code, message)
+        return refusal(request.url.path, error.status_code, body, error.headers)
 
     app.add_exception_handler(InflightError, of_engine)
     app.add_exception_handler(UnicodeEncodeError, of_engine)

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from inflight.access_log import random_id
-from inflight.openai.errors import error_body
+from inflight.openai.errors import error_body, refusal
 from inflight.openai.request_ids import HEADER, id_for
 
 if TYPE_CHECKING:
@@ -208,7 +208,8 @@ class HttpProtocol(HttpToolsProtocol):
         is_in_body = self._is_answering and self.cycle.more_body
         request_id = id_for(cast(Any, self.cycle.scope)) if is_in_body else random_id()
         headers = {"connection": "close", HEADER: request_id}
-        response = JSONResponse(error_body(status, message), status, headers)
+        path = cast(Any, self.cycle.scope)["path"] if is_in_body else ""
+        response = refusal(path, status, error_body(status, message), headers)
         if not self._is_answering:
             self._write_at_once(response)
         elif not self.cycle.more_body:  # the invalid bytes come after whole requests

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse
 
-from inflight.openai.errors import error_body
+from inflight.openai.errors import error_body, refusal
 from inflight.openai.request_ids import RequestIds
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ def add_middleware(app: FastAPI, options: OpenAiOptions) -> None:
 
 
 class ApiKeys:
-    """Middleware that refuses requests without a known key in `Authorization: Bearer KEY`.
+    """Middleware that refuses requests without a known key in `Authorization: Bearer KEY` or `x-api-key: KEY`.
 
     Keys are compared in constant time.
 
@@ -63,21 +62,17 @@ class ApiKeys:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._is_known(scope):
             await self._app(scope, receive, send)
             return
-        response = _refusal(
-            401,
-            "this server needs an API key: send one of its keys as `Authorization: Bearer KEY`",
-            code="invalid_api_key",
-        )
-        response.headers["www-authenticate"] = "Bearer"
-        await response(scope, receive, send)
+        text = "this server needs an API key: send one as `Authorization: Bearer KEY` or `x-api-key: KEY`"
+        body = error_body(401, text, code="invalid_api_key")
+        await refusal(scope["path"], 401, body, {"www-authenticate": "Bearer"})(scope, receive, send)
 
     def _is_known(self, scope: Scope) -> bool:
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            return False
+        headers = Headers(scope=scope)
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = [key] * (scheme.lower() == "bearer") + headers.getlist("x-api-key")[:1]
         # Digests have equal lengths, and every key is compared, so that the time does not depend on the key.
-        digest = _digest(key.strip().encode("latin-1"))
-        return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
+        digests = [_digest(key.strip().encode("latin-1")) for key in given]
+        return sum(hmac.compare_digest(digest, known) for digest in digests for known in self._digests) > 0
 
 
 class HeadAsGet:
@@ -95,10 +90,6 @@ class HeadAsGet:
         if scope["type"] == "http" and scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}
         await self._app(scope, receive, send)
-
-
-def _refusal(status: int, message: str, code: str | None = None) -> JSONResponse:
-    return JSONResponse(error_body(status, message, code=code), status)
 
 
 def _digest(key: bytes) -> bytes:

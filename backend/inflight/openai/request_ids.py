@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse
 
 from inflight.access_log import random_id
 from inflight.core.request.request import Origin
 from inflight.log_lines import REQUEST_ID
-from inflight.openai.errors import error_body, error_response
+from inflight.openai.errors import error_body, error_response, refusal
+from inflight.openai.messages.error_format import HEADER as ANTHROPICS_HEADER
+from inflight.openai.messages.error_format import is_of_messages
 
 if TYPE_CHECKING:
     from fastapi import Request
@@ -82,7 +83,10 @@ class RequestIds:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
-                MutableHeaders(scope=message)[HEADER] = request_id
+                headers = MutableHeaders(scope=message)
+                headers[HEADER] = request_id
+                if is_of_messages(scope["path"]):
+                    headers[ANTHROPICS_HEADER] = request_id
             await send(message)
 
         own = Headers(scope=scope).get(HEADER, "")
@@ -92,14 +96,15 @@ class RequestIds:
             except Exception as error:
                 # A bug: answered here, so that the answer has the id; the server logs it.
                 if not has_started:
-                    await error_response(error)(scope, receive, send_with_id)
+                    await error_response(error, scope["path"])(scope, receive, send_with_id)
                 raise
             return
         text = (
             f"the header X-Request-Id has {len(own)} characters, expected at most {_MAX_CHARACTERS} of "
             "printable ASCII"
         )
-        await JSONResponse(error_body(400, text, HEADER, "invalid_value"), 400)(scope, receive, send_with_id)
+        body = error_body(400, text, HEADER, "invalid_value")
+        await refusal(scope["path"], 400, body)(scope, receive, send_with_id)
 
 
 def _origin(scope: Scope, request_id: str) -> Origin:

@@ -39,7 +39,7 @@ _ADAPTERS = "adapters are loaded by their first request, or by Triton's tensor l
 _NOT_SERVED = {
     "/v1/embeddings": "this server generates text and computes no embeddings",
     "/v1/responses": "this server has no responses API: send the messages to /v1/chat/completions",
-    "/v1/messages": "this server has no messages API: send the messages to /v1/chat/completions",
+    "/v1/messages/batches": _NO_FILES,
     **dict.fromkeys(("/v1/audio", "/v1/images", "/v1/videos", "/v1/realtime"), _TEXT_ALONE),
     "/v1/moderations": "this server moderates nothing",
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/classify"), _RANKS),

@@ -166,6 +166,10 @@ class ServingModel:
             )
         return template
 
+    def reasoning_parser(self) -> str:
+        """Return the name of the parser of the model's reasoning, "" for none; raises as `chat_template` does."""
+        return chosen_parser(self.options.reasoning_parser, self.chat_template().reasoning_style)
+
     @property
     def fingerprint(self) -> str:
         """Return OpenAI's `system_fingerprint`: a hash of package version, checkpoint, dtype and limits."""
@@ -189,6 +193,18 @@ class ServingModel:
             loaded = self._loaded
         loaded.load()
         return loaded
+
+
+def chosen_parser(option: str, of_template: str) -> str:
+    """Return the parser that an option names; "" for none.
+
+    Args:
+        option: `auto`, `none`, or a parser.
+        of_template: The parser that `auto` means.
+    """
+    if option == "auto":
+        return of_template
+    return "" if option == "none" else option
 
 
 class _CheckpointFiles:

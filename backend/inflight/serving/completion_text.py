@@ -80,12 +80,17 @@ class TextDelta:
         text: The new part of the text; for beams, the whole text.
         num_kept_tokens: How many of the result's new tokens belong to the answer: all, or up to the token
             that completes a stop string.
-        stopped: Whether this result or an earlier one completes a stop string.
+        stop_string: The stop string that this result or an earlier one completes; "" for none.
     """
 
     text: str
     num_kept_tokens: int
-    stopped: bool = False
+    stop_string: str = ""
+
+    @property
+    def stopped(self) -> bool:
+        """Return whether a stop string is complete."""
+        return bool(self.stop_string)
 
 
 class CompletionText:
@@ -187,17 +192,17 @@ class _RowText:
         self, finder: StopStringFinder, ids: tuple[int, ...], is_final: bool, lead: str
     ) -> TextDelta:
         if finder.stopped:
-            return TextDelta("", 0, stopped=True)
+            return TextDelta("", 0, finder.found)
         parts = [lead]
         # One by one, to find the token that completes a stop string.
         for count, token_id in enumerate(ids, 1):
             parts.append(self._add_token(finder, token_id))
             if finder.stopped:
-                return TextDelta("".join(parts), count, stopped=True)
+                return TextDelta("".join(parts), count, finder.found)
         if is_final:
             rest = finder.add(self._detokenizer.flush(), may_stop=self._may_stop)
             parts += [rest, finder.flush()]
-        return TextDelta("".join(parts), len(ids), finder.stopped)
+        return TextDelta("".join(parts), len(ids), finder.found)
 
     @property
     def _may_stop(self) -> bool:

@@ -111,7 +111,8 @@ class Reply:
         was_stopped = sequence.stopped
         output = sequence.add(result)
         self.has_just_stopped = sequence.stopped and not was_stopped
-        outputs = (Output(self._prompts[batch_index][0], *output, batch_index),) if output else ()
+        prompt = self._prompts[batch_index][0]
+        outputs = (Output(prompt, *output, batch_index, sequence.stop_string),) if output else ()
         if not self._in_one:
             return outputs
         self._held += outputs
@@ -154,6 +155,7 @@ class _Sequence:
         self._gathers = prompt.request.streaming and not prompt.options.streaming
         self._gathered: list[_ResultAndTexts] = []
         self._stopped_at: SequenceResult | None = None
+        self.stop_string = ""  # the one that has ended the sequence
 
     @property
     def stopped(self) -> bool:
@@ -187,7 +189,7 @@ class _Sequence:
         kept = cut_at_stop(result, deltas)
         # The beam search continues: the next response may replace its texts.
         if not result.is_cumulative and deltas and all(delta.stopped for delta in deltas):
-            self._stopped_at = kept
+            self._stopped_at, self.stop_string = kept, deltas[0].stop_string
         return kept, tuple(delta.text for delta in deltas)
 
     def _whole(self) -> _ResultAndTexts:

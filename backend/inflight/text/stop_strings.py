@@ -84,7 +84,7 @@ class StopStringFinder:
     and in the text with its hidden parts.
 
     Attributes:
-        stopped: Whether a stop string is complete, which ends the text.
+        found: The stop string that has ended the text; "" if none has.
     """
 
     def __init__(self, stop_strings: StopStrings) -> None:
@@ -93,7 +93,7 @@ class StopStringFinder:
         self._full_state = 0  # state over all characters
         self._held = ""  # the latest characters
         self._marks = b""  # for each character of `_held`, whether it is shown
-        self.stopped = False
+        self.found = ""
 
     def add(self, text: str, is_shown: bool = True, may_stop: bool = True) -> str:
         """Append to the text; return the part that can be shown now, up to a completed stop string.
@@ -115,12 +115,19 @@ class StopStringFinder:
             if is_shown:
                 shown = full if was_same else strings.step(shown, character)
             if may_stop and (strings.match(full) or (is_shown and strings.match(shown))):
-                self.stopped = True
-                length = self._span(strings.match(full), strings.match(shown) if is_shown else 0, end)
+                num_full, num_shown = strings.match(full), strings.match(shown) if is_shown else 0
+                length = self._span(num_full, num_shown, end)
+                held = self._held[:end] if num_full >= num_shown else self._shown(end)
+                self.found = held[-max(num_full, num_shown) :]
                 return self._release(end - length)
         self._full_state, self._shown_state = full, shown
         end = start + len(text)
         return self._release(end - self._span(strings.depth(full), strings.depth(shown), end))
+
+    @property
+    def stopped(self) -> bool:
+        """Return whether a stop string is complete, which ends the text."""
+        return bool(self.found)
 
     def flush(self) -> str:
         """End the text without a stop string; return the text that was held back. Must be the last call."""
@@ -145,8 +152,13 @@ class StopStringFinder:
 
     def _release(self, end: int) -> str:
         """Release the held characters before `end`; return those that are shown."""
-        text, marks = self._held[:end], self._marks[:end]
+        text = self._shown(end)
         self._held, self._marks = self._held[end:], self._marks[end:]
+        return text
+
+    def _shown(self, end: int) -> str:
+        """Return the held characters before `end` that are shown."""
+        text, marks = self._held[:end], self._marks[:end]
         if _HIDDEN not in marks:
             return text
         return "".join([character for character, is_shown in zip(text, marks) if is_shown])
