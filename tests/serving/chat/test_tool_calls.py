@@ -252,6 +252,15 @@ def test_a_cut_call_leaves_no_content(
     assert len("".join(delta.content for delta in deltas)) <= 1
 
 
+@pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
+def test_calls_cut_at_every_character_leave_no_content(parser: str) -> None:
+    text = write_calls(parser, [("a", {}), ("f", {"k": "v"})])
+    for length in range(len(text) + 1):
+        stream = tool_call_stream(parser)
+        deltas = [stream.add(text[:length]), stream.finish(is_cut=True)]
+        assert len("".join(delta.content for delta in deltas)) <= 1, text[:length]
+
+
 @pytest.mark.parametrize(
     ("parser", "text", "content"),
     [

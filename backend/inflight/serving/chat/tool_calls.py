@@ -109,7 +109,7 @@ class ToolCallStream:
             return True  # a guide allows only calls
         form = self._form
         ends = {
-            self._before_call_end: (form.call_end,),
+            self._before_call_end: (form.call_end.strip(),),
             self._after_call: (form.end, form.call_begin),
             self._after_list: (form.end,),
         }.get(self._step, ())
