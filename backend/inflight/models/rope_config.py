@@ -33,7 +33,7 @@ class DynamicScaling:
 class Llama3Scaling:
     """Llama 3.1: low rotary frequencies are divided by `factor`, high ones are kept, with a ramp in between.
 
-    If `high_freq_factor` is at most `low_freq_factor`, there is no ramp, and wavelengths that are not long are kept.
+    If `high_freq_factor` is at most `low_freq_factor`, there is no ramp: frequencies that are not low are kept.
 
     Attributes:
         factor: Divides the frequencies of long wavelengths.
