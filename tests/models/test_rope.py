@@ -110,7 +110,10 @@ def test_tables_hold_every_position(tmp_path: Path) -> None:
             "'rope_scaling.short_factor' is missing, expected a list",
         ),
         ({"rope_scaling": {"type": "linear"}}, "'rope_scaling.factor' is missing, expected a number > 0"),
-        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 0}}, "'rope_scaling.high_freq_factor' is 0, expected a"),
+        (
+            {"rope_scaling": {**LLAMA3, "high_freq_factor": 0}},
+            "'rope_scaling.high_freq_factor' is 0, expected a",
+        ),
         ({"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5, expected 1.0"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1}}}, "a set for each layer type"),
         ({"rope_theta": -1}, "'rope_theta' is -1, expected a number > 0"),
