@@ -137,10 +137,11 @@ def test_unquantized_modules_are_loaded_unchanged(zoo: Zoo, tmp_path: Path) -> N
 def test_modules_that_rules_of_gptq_exclude_are_loaded_unchanged(
     zoo: Zoo, tmp_path: Path, kernels: str | None
 ) -> None:
-    """Also one of three projections that are multiplied together."""
+    """Also one of three projections that are multiplied together; empty rules change nothing."""
     skipped = ("layers.0.mlp.down_proj", "v_proj")
     model = write(zoo["llama-gqa"], tmp_path, FORMATS["gptq"], skipped, dtype="bfloat16")
-    _change(tmp_path, dynamic={r"-:model\.layers\.0\.mlp\.down_proj": {}, r"-:.*\.v_proj": {}})
+    excluded = {r"-:model\.layers\.0\.mlp\.down_proj": {}, r"-:.*\.v_proj": {}}
+    _change(tmp_path, dynamic={"lm_head": {}, "+:model.embed_tokens": {}, **excluded})
     row = alone(load_engine(tmp_path, dtype="float32", kernels=kernels), model.prompt(12), 6)
     assert row.generated == model.greedy(model.prompt(12), 6)
     kept = alone(load_engine(tmp_path, kernels=kernels), model.prompt(30), 20)
@@ -257,6 +258,7 @@ def _float4(strategy: str, group_size: int | None) -> dict[str, Any]:
             r"the rule '\+:\.\*.*down_proj' gives modules other parameters",
         ),
         ("gptq", {"dynamic": {"x": {"bits": 8}}}, "the rule 'x' gives modules other parameters"),
+        ("gptq", {"dynamic": {"lm_head": {}, "x": None}}, "the rule 'x' gives modules other parameters"),
         ("gptq", {"dynamic": ["x"]}, "expected an object of rules"),
         ("gptq", {"checkpoint_format": "marlin"}, "'marlin', expected gptq or gptq_v2"),
         ("modelopt", {"quant_algo": "NVFP4_AWQ"}, "'NVFP4_AWQ', expected 'FP8'"),

@@ -114,17 +114,41 @@ def test_gpt2_without_a_head_and_with_mask_buffers_loads(zoo: Zoo, edited: Calla
     _assert_equal(_load(edited("gpt2", strip)), _load(zoo["gpt2"].folder))
 
 
-def test_draft_layers_are_not_read(zoo: Zoo, edited: Callable[..., Path]) -> None:
+@pytest.mark.parametrize(
+    ("case", "key"),
+    [
+        ("deepseek-v3", "num_nextn_predict_layers"),
+        ("glm4-moe", "num_nextn_predict_layers"),
+        ("minimax-m2", "num_mtp_modules"),
+    ],
+)
+def test_draft_layers_are_not_read(zoo: Zoo, edited: Callable[..., Path], case: str, key: str) -> None:
+    """As many layers after the model's three as the key says are left out; another one is unexpected."""
+
     def add(tensors: Tensors) -> Tensors:
         names = ("eh_proj.weight", "self_attn.o_proj.weight", "shared_head.head.weight")
-        return tensors | {f"model.layers.3.{name}": torch.ones(2, 3) for name in names}
+        layers = (3, 4)
+        return tensors | {
+            f"model.layers.{layer}.{name}": torch.ones(2, 3) for layer in layers for name in names
+        }
 
-    _assert_equal(_load(edited("deepseek-v3", add)), _load(zoo["deepseek-v3"].folder))
-
-
-def test_more_layers_than_in_config_json_are_unexpected(edited: Callable[..., Path]) -> None:
-    folder = edited("deepseek-v3", lambda tensors: tensors | {"model.layers.4.eh_proj.weight": torch.ones(2)})
+    folder = edited(case, add)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, key: 2}))
+    _assert_equal(_load(folder), _load(zoo[case].folder))
+    (folder / "config.json").write_text(json.dumps({**config, key: 1}))
     with pytest.raises(ConfigError, match=r"unexpected model\.layers\.4\.eh_proj\.weight"):
+        _load(folder)
+
+
+def test_one_draft_layer_of_deepseek_v3_is_left_out_without_the_key(edited: Callable[..., Path]) -> None:
+    def add(*layers: int) -> Callable[[Tensors], Tensors]:
+        return lambda tensors: (
+            tensors | {f"model.layers.{each}.eh_proj.weight": torch.ones(2) for each in layers}
+        )
+
+    folder = edited("deepseek-v3", add(3, 4))
+    with pytest.raises(ConfigError, match=r"unexpected model\.layers\.4\.eh_proj\.weight$"):
         _load(folder)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.hunyuan_v1_moe.modeling_hunyuan_v1_moe import HunYuanMoEV1RotaryEmbedding
 
 from inflight.errors import ConfigError
 from inflight.models.decoder_config import DecoderConfig
@@ -30,6 +31,9 @@ REFUSED = {"facebook/opt-350m": "do_layer_norm_before"}
 """Models of known families with an unsupported feature, and the key of that feature."""
 MLP_WIDTHS = {
     "a small Granite hybrid with experts, of the keys of Granite 4": 512,
+    "ibm-granite/granite-4.0-h-small": 1536,
+    "LiquidAI/LFM2-350M": 4608,
+    "LiquidAI/LFM2-VL-450M": 4608,
     "Gemma 4 E2B, its text_config alone": 2 * 6144,
     "a fine-tuned LFM2.5-1.2B-Thinking, without its quantization": 8192,
 }
@@ -102,7 +106,8 @@ def test_configurations_are_read_as_by_transformers(tmp_path: Path, name: str) -
             if hasattr(config, key)
         )
         per_token = config.top_k_experts if ours.layer_sizes else config.num_experts_per_tok
-        assert (ours.experts.count, ours.experts.num_per_token) == (count, per_token)
+        per_layer = set(per_token if isinstance(per_token, list) else [per_token])
+        assert (ours.experts.count, {ours.experts.num_per_token}) == (count, per_layer)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +116,8 @@ def test_configurations_are_read_as_by_transformers(tmp_path: Path, name: str) -
 def test_positions_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     ours, config = read(tmp_path, PUBLISHED[name]), theirs(PUBLISHED[name])
     types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
-    for rope, kind in {rope: kind for rope, kind in zip(ours.ropes, types) if rope is not None}.items():
+    of_attention = [(rope, kind) for rope, kind in zip(ours.ropes, types) if rope and kind != "conv"]
+    for rope, kind in dict(of_attention).items():
         parameters = config.rope_parameters
         is_by_type = kind in parameters
         parameters = parameters[kind] if is_by_type else parameters
@@ -121,6 +127,8 @@ def test_positions_are_those_of_transformers(tmp_path: Path, name: str) -> None:
             base = parameters["rope_theta"]
             expected = 1.0 / base ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
             expected_factor = 1.0
+        elif parameters.get("alpha"):
+            expected, expected_factor = HunYuanMoEV1RotaryEmbedding.compute_ntk_alpha_rope_parameters(config)
         else:
             more = {"layer_type": kind} if is_by_type else {}
             compute = ROPE_INIT_FUNCTIONS[parameters["rope_type"]]

@@ -211,18 +211,19 @@ def _read_gptq(section: ConfigFile) -> Quantization:
 
 
 def _check_dynamic(section: ConfigFile) -> None:
-    """Raise ConfigError unless each of GPTQModel's rules excludes modules.
+    """Raise ConfigError unless each of GPTQModel's rules excludes modules, or is empty and changes nothing.
 
     Excluded modules are not quantized.
     """
     rules: Any = section.value("dynamic") or {}
     if not is_object(rules):
         raise section.error("dynamic", "an object of rules")
-    if other := next((rule for rule in rules if not rule.startswith(_EXCLUDED)), None):
+    others = (rule for rule, given in rules.items() if not rule.startswith(_EXCLUDED) and given != {})
+    if other := next(others, None):
         raise section.error(
             "dynamic",
-            f"only rules that exclude modules ({_EXCLUDED}PATTERN): the rule {other!r} gives modules other "
-            f"parameters, which are not read; {_INSTEAD}",
+            f"only rules that exclude modules ({_EXCLUDED}PATTERN) or are empty: the rule {other!r} gives modules "
+            f"other parameters, which are not read; {_INSTEAD}",
         )
 
 

@@ -166,13 +166,10 @@ def _original_max_positions(config: ConfigFile, section: ConfigFile) -> int | No
 
 
 def _read_llama3(section: ConfigFile, original: int) -> Llama3Scaling:
-    low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
-    if high <= low:
-        raise section.error("high_freq_factor", f"more than low_freq_factor, which is {low}")
     return Llama3Scaling(
         factor=section.number("factor"),
-        low_freq_factor=low,
-        high_freq_factor=high,
+        low_freq_factor=section.number("low_freq_factor"),
+        high_freq_factor=section.number("high_freq_factor"),
         original_max_positions=original,
     )
 
@@ -184,10 +181,10 @@ def _read_yarn(section: ConfigFile, original: int, max_positions: int) -> YarnSc
     return YarnScaling(
         factor=factor,
         original_max_positions=original,
-        beta_fast=section.number_or_none("beta_fast") or 32.0,
-        beta_slow=section.number_or_none("beta_slow") or 1.0,
+        beta_fast=section.number("beta_fast") if section.value("beta_fast") else 32.0,
+        beta_slow=section.number("beta_slow") if section.value("beta_slow") else 1.0,
         attention_factor=section.number_or_none("attention_factor") or computed,
-        truncate=section.boolean("truncate", True),
+        truncate=section.boolean("truncate", "truncate" not in section.values),  # null is false
         all_dim_factor=_yarn_mscale(factor, of_all),
     )
 

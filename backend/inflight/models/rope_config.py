@@ -33,6 +33,8 @@ class DynamicScaling:
 class Llama3Scaling:
     """Llama 3.1: low rotary frequencies are divided by `factor`, high ones are kept, with a ramp in between.
 
+    If `high_freq_factor` is at most `low_freq_factor`, there is no ramp: frequencies that are not low are kept.
+
     Attributes:
         factor: Divides the frequencies of long wavelengths.
         low_freq_factor: Wavelengths above original_max_positions / low_freq_factor are long.

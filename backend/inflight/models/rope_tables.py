@@ -61,6 +61,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> 
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     turns = scaling.original_max_positions * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    if high <= low:  # no ramp, as in Llama 4 Scout, whose two factors are equal
+        return torch.where(turns < low, frequencies / scaling.factor, frequencies)
     kept = ((turns - low) / (high - low)).clamp(0, 1)  # 0: divide by the factor, 1: keep
     return frequencies * kept + frequencies / scaling.factor * (1 - kept)
 

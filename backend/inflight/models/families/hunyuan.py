@@ -29,10 +29,11 @@ _MOE_NAMES = replace(
         ),
     ),
 )
-# Keys of a classifier, of images, and of features that are off.
+# Keys of a classifier, of pictures and videos, which these classes do not take, and of features that are off.
 _WITHOUT_EFFECT = """
     dense_list pool_type cla_share_factor org_vocab_size attention_head_dim pad_id im_start_id im_end_id
-    im_newline_id text_start_id text_end_id mask_init_id
+    im_newline_id text_start_id text_end_id mask_init_id video_start_id video_end_id num_media_embeds
+    anyres_pooling_size vit_input_resolution vit_mapping_type vit_norm_type vit_patch vit_token
 """
 # Keys that the model's original code reads and transformers does not.
 _NEUTRAL: NeutralKeys = {

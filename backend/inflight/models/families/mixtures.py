@@ -176,9 +176,7 @@ _MINIMAX_M2_NEUTRAL: NeutralKeys = {
     "layernorm_mlp_beta": (None, 1),
     "use_mtp": (None, True, False),
     # Keys of draft layers, which are not read, of an MLP that no layer has, and of shared experts.
-    **dict.fromkeys(
-        ("num_mtp_modules", "mtp_transformer_layers", "mlp_intermediate_size", "shared_moe_mode"), ANY
-    ),
+    **dict.fromkeys(("mtp_transformer_layers", "mlp_intermediate_size", "shared_moe_mode"), ANY),
 }
 _MINIMAX_M2_THETA = 5e6  # this and the following are defaults of absent keys
 _MINIMAX_M2_HEAD_DIM = 128
@@ -211,6 +209,7 @@ def _read_minimax_m2(config: ConfigFile) -> DecoderConfig:
         head_dim=head_dim,
         qk_norm="projection",
         experts=experts,
+        num_draft_layers=config.count("num_mtp_modules") if config.has("num_mtp_modules") else 0,
     )
 
 
