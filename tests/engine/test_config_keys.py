@@ -23,7 +23,7 @@ from transformers import AutoConfig
 from inflight.errors import ConfigError
 from inflight.models import FAMILIES, ModelDescription, read_model_description
 from tests.engine.driver import Row, alone, load_engine
-from tests.models.zoo import KIMI_MLP, rename, slow_decays
+from tests.models.zoo import slow_decays
 from tests.tiers import with_all
 
 TOLERANCE = 1e-4
@@ -693,8 +693,6 @@ class _Oracle:
     def save(self) -> None:
         saved = self._folder / "saved"
         self._model.save_pretrained(saved)  # with the names of checkpoints
-        if self._model.config.model_type == "kimi_linear":
-            rename(saved, *KIMI_MLP)
         (saved / "model.safetensors").replace(self._folder / "model.safetensors")
 
     @torch.inference_mode()

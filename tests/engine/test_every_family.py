@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from inflight.engine.cpu import library
 from inflight.engine.cpu.decoder import NativeDecoder
@@ -28,8 +29,10 @@ from tests.engine.everything import assert_as_transformers, some_of_everything
 from tests.engine.kernels import by_default_and, needs_native
 from tests.engine.ranks import ranks
 from tests.engine.serving import config_of, load, serve
+from tests.models.published_names import PUBLISHED_NAMES
 from tests.models.quantized import FORMATS, write
-from tests.models.zoo import Zoo, ZooModel
+from tests.models.zoo import Zoo, ZooModel, make_model
+from tests.models.zoo_multimodal import MULTIMODAL
 from tests.tiers import examples, with_all
 
 CASE_OF = {
@@ -148,6 +151,8 @@ OF_KNOWN_COMPONENTS = [
     "starcoder2",
 ]
 """Families whose components others have too, which only the exhaustive tier runs."""
+WRITTEN = [*MODELS, *MULTIMODAL]
+"""Checkpoints whose tensors are tested with the names that transformers writes."""
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
@@ -210,6 +215,31 @@ def test_error_of_other_types_is_bounded(zoo: Zoo, case: str, dtype: str, kernel
         assert ours.median().sqrt() < 2 * max(BOUND[dtype], theirs.median().sqrt().item())
     else:
         assert ours.mean().sqrt() < BOUND[dtype]
+
+
+@pytest.mark.parametrize("case", with_all(WRITTEN, WRITTEN[::8]))
+def test_a_checkpoint_as_save_pretrained_writes_it_gives_transformers_logits(
+    tmp_path: Path, case: str
+) -> None:
+    _assert_logits_are_transformers(make_model(tmp_path / case, case))
+
+
+@pytest.mark.parametrize("case", PUBLISHED_NAMES)
+def test_names_of_published_checkpoints_give_transformers_logits(tmp_path: Path, case: str) -> None:
+    model = make_model(tmp_path / case, case)
+    path = model.folder / "model.safetensors"
+    written = load_file(path)
+    published = PUBLISHED_NAMES[case](model.oracle.config, dict(written))
+    assert published.keys() != written.keys()
+    save_file(published, path, {"format": "pt"})
+    _assert_logits_are_transformers(model)
+
+
+def _assert_logits_are_transformers(model: ZooModel) -> None:
+    prompt = model.prompt(9)
+    row = alone(load_engine(model.folder, dtype="float32"), prompt, 2)
+    exact = model.logits(row.tokens)[len(prompt) - 1 : -1]
+    torch.testing.assert_close(torch.stack(row.logits), exact, rtol=0, atol=1e-3)
 
 
 def _in_type(oracle: Any, dtype: str) -> Any:

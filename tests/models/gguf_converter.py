@@ -20,7 +20,7 @@ from gguf.constants import MODEL_ARCH_NAMES
 from gguf.tensor_mapping import get_tensor_name_map
 from safetensors.numpy import load_file
 
-from tests.models.gguf_keys import full_sizes, keys_of
+from tests.models.gguf_keys import full_sizes, keys_of, llama3_factors
 from tests.models.zoo import ZooModel, make_model
 from tests.models.zoo_configs import DEEPSEEK
 
@@ -69,6 +69,13 @@ CONVERTED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "glm4-moe-lite": ("deepseek2", "glm4-moe-lite", {}),
     "deepseek-v2": ("deepseek2", "deepseek-v2", {"rope_parameters": _YARN}),
     "deepseek-v3": ("deepseek2", "deepseek-v3", {"rope_parameters": _YARN}),
+    "qwen2.5-vl": ("qwen2vl", "qwen2.5-vl", {}),
+    "qwen3-vl": ("qwen3vl", "qwen3-vl", {}),
+    "qwen3-vl-moe": ("qwen3vlmoe", "qwen3-vl-moe", {"mlp_only_layers": []}),
+    "hunyuan-moe": ("hunyuan-moe", "hunyuan-moe", {}),
+    "apertus": ("apertus", "apertus", {}),
+    "falcon-h1": ("falcon-h1", "falcon-h1", {}),
+    "falcon-h1-norm": ("falcon-h1", "falcon-h1-norm", {"mamba_d_ssm": 96, "mamba_d_head": 12}),
     "hunyuan": (
         "hunyuan-dense",
         "hunyuan",
@@ -113,10 +120,15 @@ def convert(
     with tempfile.TemporaryDirectory() as folder:
         oracle = make_model(Path(folder) / case, base, changes={**of_case, **changes}).oracle
         tensors = _stacked(load_file(Path(folder) / case / "model.safetensors"))
-    layers = {"num_hidden_layers": oracle.config.num_hidden_layers}
-    config = SimpleNamespace(**layers | oracle.config.to_dict())
+    of_text = oracle.config.get_text_config()
+    beside = {
+        "num_hidden_layers": of_text.num_hidden_layers,
+        "vision_config": getattr(oracle.config, "vision_config", None),
+    }
+    config = SimpleNamespace(**beside | of_text.to_dict())
     writer = GGUFWriter(path, architecture)
-    for key, value in {**keys_of(architecture, config), **(more_keys or {})}.items():
+    own_keys = {**keys_of(architecture, config), **_xielu_keys(tensors), **(more_keys or {})}
+    for key, value in own_keys.items():
         _add_key(writer, f"{architecture}.{key}", value)
     writer.add_tokenizer_model("no_vocab")
     writer.add_eos_token_id(config.eos_token_id)
@@ -131,6 +143,15 @@ def convert(
     writer.write_tensors_to_file()
     writer.close()
     return ZooModel(path, oracle)
+
+
+def _xielu_keys(tensors: dict[str, np.ndarray]) -> dict[str, list[float]]:
+    """Return the keys with the parameters of xIELU, if the model has it."""
+    found: dict[str, dict[int, float]] = {}
+    for name, tensor in tensors.items():
+        if parameter := re.search(r"layers\.(\d+)\.mlp\.act_fn\.(\w+)$", name):
+            found.setdefault(f"xielu.{parameter[2]}", {})[int(parameter[1])] = tensor.item()
+    return {key: [of_layers[layer] for layer in sorted(of_layers)] for key, of_layers in found.items()}
 
 
 def _add_key(writer: GGUFWriter, key: str, value: Any) -> None:
@@ -148,9 +169,12 @@ def _add_key(writer: GGUFWriter, key: str, value: Any) -> None:
 
 
 def _stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the tensors of a checkpoint with those of all experts of a layer in one."""
+    """Return the tensors of a checkpoint's text part with those of all experts of a layer in one."""
     found: dict[str, Any] = {}
     for name, tensor in tensors.items():
+        if "visual." in name:
+            continue
+        name = name.replace("language_model.", "")
         if expert := re.search(r"\.experts\.(\d+)\.", name):
             found.setdefault(name.replace(expert[0], ".experts."), {})[int(expert[1])] = tensor
         else:
@@ -198,6 +222,8 @@ def _before_bias(found: re.Match[str]) -> str:
 
 
 def _extra_tensors(architecture: str, config: Any) -> dict[str, np.ndarray]:
+    if architecture == "apertus":
+        return {"rope_freqs.weight": llama3_factors(config)}
     if architecture != "gemma4":
         return {}
     half = full_sizes(config)["head_dim"] // 2
@@ -254,6 +280,42 @@ def _gpt_oss(config: Any, name: str, tensor: np.ndarray) -> _Tensors:
         return
     yield f"{before}experts.gate_proj{suffix}", tensor[:, ::2]
     yield f"{before}experts.up_proj{suffix}", tensor[:, 1::2]
+
+
+def _qwen3_vl_moe(config: Any, name: str, tensor: np.ndarray) -> _Tensors:
+    stack = re.search(r"experts\.(gate_up|down)_proj$", name)
+    if stack is None:
+        yield name, tensor
+        return
+    before = name[: stack.start()]
+    parts = {"down": tensor} if stack[1] == "down" else dict(zip(("gate", "up"), np.split(tensor, 2, axis=1)))
+    for part, numbers in parts.items():
+        yield f"{before}experts.{part}_proj.weight", numbers
+
+
+def _apertus(config: Any, name: str, tensor: np.ndarray) -> _Tensors:
+    if ".act_fn." not in name:  # whose parameters are keys
+        yield name, tensor
+
+
+def _falcon_h1(config: Any, name: str, tensor: np.ndarray) -> _Tensors:
+    """Yield a tensor with the factors of its inputs or outputs multiplied into it."""
+    inner, state = config.mamba_d_ssm, config.mamba_n_groups * config.mamba_d_state
+    factors: dict[str, Any] = {
+        "down_proj": config.mlp_multipliers[1],
+        "gate_proj": config.mlp_multipliers[0],
+        "k_proj": config.key_multiplier * config.attention_in_multiplier,
+        "q_proj": config.attention_in_multiplier,
+        "v_proj": config.attention_in_multiplier,
+        "o_proj": config.attention_out_multiplier,
+        "out_proj": config.ssm_out_multiplier,
+        "in_proj": config.ssm_in_multiplier
+        * np.repeat(config.ssm_multipliers, [inner, inner, state, state, config.mamba_n_heads])[:, None],
+        "lm_head": config.lm_head_multiplier,
+        "embed_tokens": config.embedding_multiplier,
+    }
+    factor = factors.get(name.split(".")[-2], 1.0)
+    yield from _mamba2(config.mamba_n_groups, name, (tensor * factor).astype(np.float32))
 
 
 def _gemma4(config: Any, name: str, tensor: np.ndarray) -> _Tensors:
@@ -326,6 +388,9 @@ _CHANGES: dict[str, Callable[[Any, str, np.ndarray], _Tensors]] = {
     "qwen3next": _qwen3_next,
     "qwen35": _qwen35,
     "qwen35moe": _qwen35,
+    "qwen3vlmoe": _qwen3_vl_moe,
+    "apertus": _apertus,
+    "falcon-h1": _falcon_h1,
     "gpt-oss": _gpt_oss,
     "gemma3n": _gemma3n,
     "gemma4": _gemma4,

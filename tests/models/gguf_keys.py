@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 def _first(config: Any, *names: str) -> Any:
@@ -245,6 +248,46 @@ def _deepseek2_keys(config: Any) -> dict[str, Any]:
     return found
 
 
+def _sections_keys(config: Any) -> dict[str, Any]:
+    """Return the keys of a vision-language model's text part."""
+    sections = [*config.rope_parameters["mrope_section"], 0]
+    depths = getattr(config.vision_config, "deepstack_visual_indexes", None)
+    return {
+        "rope.dimension_sections": sections,
+        "n_deepstack_layers": None if depths is None else len(depths),
+    }
+
+
+def _hunyuan_moe_keys(config: Any) -> dict[str, Any]:
+    width = config.intermediate_size
+    return {
+        "expert_used_count": config.moe_topk,
+        "expert_feed_forward_length": width,
+        "expert_shared_feed_forward_length": width,
+        "expert_shared_count": 1,
+    }
+
+
+def _falcon_h1_keys(config: Any) -> dict[str, Any]:
+    return {
+        "ssm.conv_kernel": config.mamba_d_conv,
+        "ssm.state_size": config.mamba_d_state,
+        "ssm.group_count": config.mamba_n_groups,
+        "ssm.inner_size": config.mamba_d_ssm,
+        "ssm.time_step_rank": config.mamba_n_heads,
+    }
+
+
+def llama3_factors(config: Any) -> np.ndarray:
+    """Return the factor of each rotary frequency with the scaling of Llama 3."""
+    found = transformers.LlamaConfig(
+        head_dim=config.hidden_size // config.num_attention_heads, rope_parameters=config.rope_parameters
+    )
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](found, "cpu")
+    steps = torch.arange(0, 2 * len(scaled), 2) / (2 * len(scaled))
+    return (config.rope_parameters["rope_theta"] ** -steps / scaled).numpy()
+
+
 def _ernie_moe_keys(config: Any) -> dict[str, Any]:
     return {
         "expert_count": config.moe_num_experts,
@@ -263,6 +306,12 @@ _KEYS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "qwen3moe": _moe_keys,
     "qwen3next": lambda config: _delta_keys(config) | _moe_keys(config),
     "qwen35": lambda config: _delta_keys(config) | _SECTIONS,
+    "qwen2vl": _sections_keys,
+    "qwen3vl": _sections_keys,
+    "qwen3vlmoe": lambda config: _sections_keys(config) | _moe_keys(config),
+    "hunyuan-moe": _hunyuan_moe_keys,
+    "apertus": lambda config: {"rope.dimension_count": config.hidden_size // config.num_attention_heads},
+    "falcon-h1": _falcon_h1_keys,
     "qwen35moe": lambda config: _delta_keys(config) | _moe_keys(config) | _SECTIONS,
     "gpt-oss": lambda config: {
         "attention.sliding_window": config.sliding_window,

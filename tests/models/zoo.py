@@ -6,7 +6,6 @@ Weights have ten times the usual deviation of 0.02, with which a random model re
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +15,6 @@ from unittest.mock import patch
 
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from tests.models.zoo_configs import CASES, COMMON, GPT2, VOCAB_SIZE, WITH_KERNELS, WITHOUT_MAP
@@ -25,15 +23,6 @@ from tests.models.zoo_multimodal import MULTIMODAL, OTHER_PARTS
 transformers.utils.logging.disable_progress_bar()
 # transformers 5.24: the whole Llama 4 reads this of its text part's output, which does not have it.
 MoeCausalLMOutputWithPast.image_outputs = None
-
-_RECURRENT_NORMS = {
-    "input_layernorm": "attention_layer_norm",
-    "post_attention_layernorm": "feedforward_layer_norm",
-}
-"""Names in OLMo Hybrid's recurrent layers, and those of published checkpoints."""
-
-KIMI_MLP = r"\.block_sparse_moe\.(\w+_proj)", r".mlp.\1"
-"""Arguments of `rename` for MLPs of Kimi Linear's layers without experts."""
 
 _DRAWN = ("bias", "scale", "layer_scalar", "alpha_p", "alpha_n")
 """Ends of names of further parameters that `_draw` changes."""
@@ -140,18 +129,15 @@ class Zoo:
 def make_model(
     folder: Path, case: str, seed: int = 0, changes: Mapping[str, Any] | None = None, **save_options: Any
 ) -> ZooModel:
-    """Draw the weights of `case` and save the model in `folder`; `changes`: further keys of its configuration."""
+    """Draw the weights of `case` and save the model in `folder`.
+
+    `changes`: further keys of its configuration, or of its text part's.
+    """
     if case in MULTIMODAL:
-        return _make_multimodal(folder, case, seed)
-    family, _ = (CASES | WITHOUT_MAP | WITH_KERNELS)[case]
+        return _make_multimodal(folder, case, seed, changes)
     config = make_config(case, changes)
     oracle = _draw(config.architectures[0], config, seed)
-    if family == "OlmoHybrid":
-        _save_as_published(oracle, folder)
-    else:
-        oracle.save_pretrained(folder, **save_options)
-    if family == "KimiLinear":
-        rename(folder, *KIMI_MLP)
+    oracle.save_pretrained(folder, **save_options)
     return ZooModel(folder, oracle)
 
 
@@ -188,17 +174,17 @@ def make_config(case: str, further: Mapping[str, Any] | None = None) -> Any:
     return getattr(transformers, config_name)(**{**values, **changes}, architectures=[class_name])
 
 
-def _make_multimodal(folder: Path, case: str, seed: int) -> ZooModel:
+def _make_multimodal(
+    folder: Path, case: str, seed: int, further: Mapping[str, Any] | None = None
+) -> ZooModel:
     family, kind, changes = MULTIMODAL[case]
-    text = {**COMMON, **changes, "model_type": kind, "tie_word_embeddings": False}
+    text = {**COMMON, **changes, **(further or {}), "model_type": kind, "tie_word_embeddings": False}
     config_class = getattr(transformers, f"{family}Config")
     config = config_class(text_config=text, tie_word_embeddings=False, **OTHER_PARTS[family])
     config.text_config._experts_implementation = "eager"
     with _without_timm():
         oracle = _draw(f"{family}ForConditionalGeneration", config, seed)
     oracle.save_pretrained(folder)
-    if family == "Kimi_K25":
-        rename(folder, r"^language_model\.model\.blocks\.", "language_model.model.layers.")
     return ZooModel(folder, oracle)
 
 
@@ -214,13 +200,6 @@ def _without_timm() -> Iterator[None]:
 
     with patch.object(transformers.AutoModel, "from_config", from_config):
         yield
-
-
-def rename(folder: Path, pattern: str, name: str) -> None:
-    """Undo a renaming with which transformers 5 saves tensors of other modules too than those that it is for."""
-    path = folder / "model.safetensors"
-    tensors = {re.sub(pattern, name, each): tensor for each, tensor in load_file(path).items()}
-    save_file(tensors, path, {"format": "pt"})
 
 
 def _draw(class_name: str, config: Any, seed: int) -> Any:
@@ -254,24 +233,3 @@ def slow_decays(oracle: Any) -> None:
         for name, parameter in oracle.named_parameters():
             if name.endswith(("linear_attn.A_log", "forget_gate.A_log")):
                 parameter.sub_(4.0)
-
-
-def _save_as_published(oracle: Any, folder: Path) -> None:
-    """Save an OLMo Hybrid with the names of published checkpoints.
-
-    transformers' own conversion to these names divides convolutions into equal parts, and renames norms of other
-    layers too.
-    """
-    oracle.save_pretrained(folder, save_original_format=False)
-    path, config = folder / "model.safetensors", oracle.config
-    tensors, whole = load_file(path), "linear_attn.conv1d.weight"
-    key_width = config.linear_num_key_heads * config.linear_key_head_dim
-    for name in [each for each in tensors if each.endswith(whole)]:
-        prefix, conv = name.removesuffix(whole), tensors.pop(name)
-        parts = conv.split((key_width, key_width, len(conv) - 2 * key_width))
-        tensors |= {
-            f"{prefix}linear_attn.{each}_conv1d.weight": part.clone() for each, part in zip("qkv", parts)
-        }
-        for ours, theirs in _RECURRENT_NORMS.items():
-            tensors[f"{prefix}{theirs}.weight"] = tensors.pop(f"{prefix}{ours}.weight")
-    save_file(tensors, path, {"format": "pt"})

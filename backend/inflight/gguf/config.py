@@ -15,7 +15,8 @@ from inflight.json_values import Json
 
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _END_TOKENS = ("eos", "eot", "eom")
-_HARMLESS = ("vocab_size", "rope.scaling.finetuned", "rope.dimension_sections")
+_HARMLESS = ("vocab_size", "rope.scaling.finetuned", "rope.dimension_sections", "n_deepstack_layers")
+"""Ends of keys without effect on texts. Texts have one position for each token, and no features of pictures."""
 _NEUTRAL: tuple[Any, ...] = (None, 0, 0.0, False, "", [])
 
 

@@ -14,6 +14,8 @@ _BIGGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
 _SOFTMAX, _SIGMOID = 1, 2
 """llama.cpp's numbers of the functions that make probabilities of experts' scores."""
 
+XIELU = ("alpha_p", "alpha_n", "beta", "eps")
+"""Parameters of the activation xIELU, which a file has as keys."""
 PARTLY_ROTATED = ("phi3", "qwen35", "qwen35moe", "qwen3next", "glm4", "glm4moe", "stablelm")
 """Architectures whose heads may be rotated in part, by `partial_rotary_factor`."""
 OWN_HEADS = ("gemma4", "deepseek2", "minimax-m2", "nemotron_h", "nemotron_h_moe")
@@ -282,8 +284,7 @@ def _granite(section: ArchitectureKeys) -> Json:
 def _granite_hybrid(section: ArchitectureKeys) -> Json:
     """Return the keys of a Granite 4 hybrid, whose layers without key heads are Mamba-2."""
     kv_heads = section.of_layers("attention.head_count_kv") or []
-    inner, num_heads = section.size("ssm.inner_size"), section.size("ssm.time_step_rank")
-    expand, rest = divmod(inner, section.size("embedding_length"))
+    expand, rest = divmod(section.size("ssm.inner_size"), section.size("embedding_length"))
     if rest:
         raise section.keys.error(section.name("ssm.inner_size"), "a multiple of embedding_length")
     has_positions = section.boolean("rope.scaling.finetuned", True)
@@ -297,6 +298,13 @@ def _granite_hybrid(section: ArchitectureKeys) -> Json:
         "num_local_experts": section.count("expert_count"),
         "num_experts_per_tok": section.size_or_none("expert_used_count"),
         "mamba_expand": expand,
+        **_mamba2(section),
+    }
+
+
+def _mamba2(section: ArchitectureKeys) -> Json:
+    inner, num_heads = section.size("ssm.inner_size"), section.size("ssm.time_step_rank")
+    return {
         "mamba_n_heads": num_heads,
         "mamba_d_head": inner // num_heads,
         "mamba_d_state": section.size("ssm.state_size"),
@@ -304,6 +312,19 @@ def _granite_hybrid(section: ArchitectureKeys) -> Json:
         "mamba_n_groups": section.size("ssm.group_count"),
         "mamba_conv_bias": section.has_tensor("ssm_conv1d.bias"),
         "mamba_proj_bias": section.has_tensor("ssm_in.bias"),
+    }
+
+
+def _falcon_h1(section: ArchitectureKeys) -> Json:
+    """Return the keys of Falcon-H1, whose factors of activations the converter has multiplied into matrices."""
+    return {
+        **_mamba2(section),
+        "mamba_d_ssm": section.size("ssm.inner_size"),
+        "mamba_rms_norm": section.has_tensor("ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+        "projectors_bias": section.has_tensor("ssm_in.bias"),
+        "attention_bias": section.has_tensor("attn_q.bias"),
+        "mlp_bias": section.has_tensor("ffn_up.bias"),
     }
 
 
@@ -464,6 +485,13 @@ def _hunyuan_dense(section: ArchitectureKeys) -> Json:
     return {"attention_bias": section.has_tensor("attn_q.bias")}
 
 
+def _hunyuan_moe(section: ArchitectureKeys) -> Json:
+    section.expect("expert_shared_count", None, 1)
+    config = {**_hunyuan_dense(section), **_experts(section)}
+    section.expect("expert_shared_feed_forward_length", None, config["moe_intermediate_size"])
+    return config
+
+
 def _seed_oss(section: ArchitectureKeys) -> Json:
     return {
         "attention_bias": section.has_tensor("attn_q.bias"),
@@ -475,6 +503,19 @@ def _arcee(section: ArchitectureKeys) -> Json:
     return {
         "attention_bias": section.has_tensor("attn_q.bias"),
         "mlp_bias": section.has_tensor("ffn_up.bias"),
+    }
+
+
+def _apertus(section: ArchitectureKeys) -> Json:
+    """Return the keys of Apertus. `gguf_tensors.py` reads the parameters of its activation, keys of the file."""
+    for name in XIELU:
+        if section.numbers(f"xielu.{name}") is None:
+            raise section.keys.error(section.name(f"xielu.{name}"), "a number for each layer")
+    theta = section.number_or_none("rope.freq_base") or 10000.0
+    return {
+        "attention_bias": section.has_tensor("attn_q.bias"),
+        "rope_scaling": None,
+        "rope_parameters": {"rope_theta": theta, **(read_scaling(section) or {"rope_type": "default"})},
     }
 
 
@@ -532,6 +573,7 @@ READERS: Mapping[str, Callable[[ArchitectureKeys], Json]] = {
     "gemma3": _gemma,
     "qwen2moe": _qwen2_moe,
     "qwen3moe": _qwen3_moe,
+    "qwen3vlmoe": _qwen3_moe,
     "qwen3next": _qwen_delta_moe,
     "qwen35": _qwen_delta,
     "qwen35moe": _qwen35_moe,
@@ -553,8 +595,11 @@ READERS: Mapping[str, Callable[[ArchitectureKeys], Json]] = {
     "glm4moe": _glm4_moe,
     "deepseek2": _deepseek2,
     "hunyuan-dense": _hunyuan_dense,
+    "hunyuan-moe": _hunyuan_moe,
     "seed_oss": _seed_oss,
     "arcee": _arcee,
+    "apertus": _apertus,
+    "falcon-h1": _falcon_h1,
     "ernie4_5": _ernie,
     "ernie4_5-moe": _ernie_moe,
     "minimax-m2": _minimax_m2,

@@ -11,10 +11,11 @@ import mmap
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -119,6 +120,19 @@ class Checkpoint:
         """Rename tensor `name` to `new_name`."""
         self.tensors[new_name] = self.tensors.pop(name)
         self._stored_as[new_name] = self._stored_as.pop(name, name)
+
+    def join(self, names: list[str], new_name: str) -> None:
+        """Replace stored tensors by one that has the rows of all of them, in this order.
+
+        Tensors whose dtypes, or shapes other than rows, differ are left as they are.
+        """
+        infos = [self.tensors[name] for name in names]
+        if len({(info.dtype, info.shape[1:]) for info in infos}) > 1:
+            return
+        stored = [(self._stored_as.get(name, name), self.tensors.pop(name)) for name in names]
+        rows = sum(info.shape[0] for info in infos)
+        joined = replace(infos[0], shape=(rows, *infos[0].shape[1:]))
+        self.add(new_name, joined, lambda: torch.cat([self.read_stored(*each) for each in stored]))
 
     def leave_out(self, prefixes: tuple[str, ...]) -> None:
         """Remove the tensors whose names start with one of `prefixes` from `tensors`, and count them in

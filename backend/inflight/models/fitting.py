@@ -6,6 +6,7 @@ Only the files' headers are read; weights are read only to compare an embedding 
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import replace
 
 import torch
@@ -30,13 +31,15 @@ def fitted(model: ModelDescription, checkpoint: Checkpoint) -> ModelDescription:
     """Return the model with the names of this checkpoint's tensors; raise ConfigError if the tensors do not fit.
 
     In a checkpoint of a model without its output projection, names have no prefix. Tensors of a multimodal model's
-    text part have one of several prefixes, and tensors of its other parts are left out. If embeddings are tied in
-    config.json and only one of the two tensors is stored, it is used for both. Stacked experts are split into one
-    tensor per expert.
+    text part have one of several prefixes, and tensors of its other parts are left out. Names that only some
+    checkpoints of a family have are replaced by the family's, and parts of convolutions are put together. If
+    embeddings are tied in config.json and only one of the two tensors is stored, it is used for both. Stacked
+    experts are split into one tensor per expert.
     """
     if is_gguf(checkpoint.folder):
         add_gguf_tensors(checkpoint, model)
     checkpoint.leave_out(model.names.left_out)
+    _rename_others(checkpoint, model.names)
     if model.multimodal is not None:
         model = replace(model, names=_with_stored_prefixes(model.names, checkpoint))
     elif not any(name.startswith(model.names.base) for name in checkpoint.tensors):
@@ -50,6 +53,7 @@ def fitted(model: ModelDescription, checkpoint: Checkpoint) -> ModelDescription:
         if not model.quantization.is_of_stacks:
             unpack_quantized(checkpoint, model.quantization)
     unstack_experts(checkpoint, model)
+    _join_convolutions(checkpoint, model)
     embedding, head = _vocabulary_names(model)
     if model.decoder.tied_embeddings and embedding not in checkpoint.tensors and head in checkpoint.tensors:
         checkpoint.rename(head, embedding)
@@ -90,6 +94,27 @@ def log_untied(model: ModelDescription) -> None:
     """Log a warning that `untied` uses the embeddings as stored, contrary to config.json."""
     base = model.names.base
     _logger.warning(_UNTIED, model.folder, base + model.names.embedding, model.names.lm_head)
+
+
+def _rename_others(checkpoint: Checkpoint, names: WeightNames) -> None:
+    """Give tensors whose names match `names.other_names` the family's names, unless there is such a tensor."""
+    for pattern, replacement in names.other_names:
+        for name in list(checkpoint.tensors):
+            new_name = re.sub(pattern, replacement, name)
+            if new_name not in checkpoint.tensors:
+                checkpoint.rename(name, new_name)
+
+
+def _join_convolutions(checkpoint: Checkpoint, model: ModelDescription) -> None:
+    """Put the parts of each recurrent layer's convolution together, if the checkpoint has them."""
+    names, recurrent = model.names, model.names.recurrent
+    if recurrent is None or not recurrent.conv_parts:
+        return
+    for layer in range(model.decoder.num_layers):
+        prefix = names.base + names.layers.format(layer)
+        parts = [f"{prefix}{part}.weight" for part in recurrent.conv_parts]
+        if all(part in checkpoint.tensors for part in parts):
+            checkpoint.join(parts, f"{prefix}{recurrent.conv[0]}.weight")
 
 
 def _with_stored_prefixes(names: WeightNames, checkpoint: Checkpoint) -> WeightNames:

@@ -23,8 +23,10 @@ from torch import Tensor
 
 from inflight.checkpoint_config import DTYPES
 from inflight.gguf.architectures import Architecture, find_architecture
+from inflight.gguf.families import XIELU
 from inflight.gguf.folder import GGUF_FILE, gguf_files
-from inflight.gguf.header import LEVEL_TYPES, GgufHeader, GgufTensor, read_tensors
+from inflight.gguf.header import LEVEL_TYPES, GgufHeader, GgufTensor, read_header, read_tensors
+from inflight.gguf.keys import ArchitectureKeys
 from inflight.gguf.tensor_names import READ_ELSEWHERE, StoredPart, TensorNames
 from inflight.models.checkpoint import Checkpoint, LevelsOfFile, TensorInfo
 from inflight.models.decoder_config import DecoderConfig
@@ -56,9 +58,22 @@ def add_gguf_tensors(checkpoint: Checkpoint, model: ModelDescription) -> None:
         if parts := names.find(name):
             used.update(part.name for part in parts)
             _Source(file, parts, shape, changes).add_to(checkpoint, name)
+    if decoder.activation == "xielu":
+        _add_xielu(checkpoint, model)
     for stored, tensor in header.tensors.items():
         if not (stored in used or stored in READ_ELSEWHERE or _is_left_out(stored, decoder)):
             _Source(file, (StoredPart(stored),), tensor.shape, changes).add_to(checkpoint, stored)
+
+
+def _add_xielu(checkpoint: Checkpoint, model: ModelDescription) -> None:
+    """Add the tensors of the layers' xIELU, which are keys of the file."""
+    section = ArchitectureKeys(*read_header(gguf_files(checkpoint.folder)))
+    for parameter in XIELU:
+        shape = (1,) if parameter.startswith("alpha") else ()
+        for layer, number in enumerate(section.numbers(f"xielu.{parameter}") or ()):
+            prefix = model.names.base + model.names.layers.format(layer) + model.names.activation
+            tensor = torch.tensor(number, dtype=torch.float32).view(shape)
+            checkpoint.add(prefix + parameter, TensorInfo(GGUF_FILE, shape, "float32"), tensor.clone)
 
 
 def _is_left_out(stored: str, decoder: DecoderConfig) -> bool:

@@ -46,6 +46,8 @@ _OTHER_PARTS = (
     "image_newline",
     "mtp.",
 )
+# transformers writes layers of Kimi K2.5's text part as blocks, like those of its vision tower.
+_KIMI_BLOCKS = (r"^language_model\.model\.blocks\.", "language_model.model.layers.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +274,8 @@ class RecurrentNames:
         step_bias: Whole name of the bias of step sizes; "" if there is none.
         skip: Whole name of the factor of values that are added to the output; "" if there is none.
         norm: Norm on the output; "" if there is none.
+        conv_parts: Modules of checkpoints that store the rows of the single module in `conv` in several; empty: no
+            such checkpoints.
         step_up: Second projection of step sizes; "" if there is none.
         gate_up: Second projection of the output's gates; "" if there is none.
         by_key_head: Whether a module of the input projection has all sections of the first key head, then
@@ -285,6 +289,7 @@ class RecurrentNames:
     step_bias: str = ""
     skip: str = ""
     norm: str = ""
+    conv_parts: tuple[str, ...] = ()
     step_up: str = ""
     gate_up: str = ""
     by_key_head: bool = False
@@ -317,6 +322,8 @@ class WeightNames:
             if there is none.
         ignored: Suffixes of tensors that some versions save but no forward pass needs.
         left_out: Prefixes of tensors that are not read, such as tensors of draft layers.
+        other_names: Patterns of names that some checkpoints have, such as those that transformers writes, and what
+            `re.sub` replaces them by to get the names above.
     """
 
     base: str
@@ -340,6 +347,7 @@ class WeightNames:
     layer_scale: str = ""
     ignored: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    other_names: tuple[tuple[str, str], ...] = ()
 
 
 class NoMap(ConfigError):
@@ -388,7 +396,11 @@ class Family:
 def names_in_multimodal(names: WeightNames) -> WeightNames:
     """Return the names of a family's tensors in a multimodal model, where tensors of other parts are left out."""
     others = tuple(prefix + part for prefix in ("model.", "") for part in _OTHER_PARTS)
-    return replace(names, left_out=(*(name for name in names.left_out if name not in others), *others))
+    return replace(
+        names,
+        left_out=(*(name for name in names.left_out if name not in others), *others),
+        other_names=(*names.other_names, _KIMI_BLOCKS),
+    )
 
 
 def bases_in_multimodal(names: WeightNames) -> tuple[str, ...]:

@@ -153,6 +153,8 @@ _NAMES = replace(
         step_up="self_attn.f_b_proj",
         gate_up="self_attn.g_b_proj",
     ),
+    # transformers writes MLPs of layers without experts below the name of experts.
+    other_names=((r"\.block_sparse_moe\.((?:gate|up|down)_proj)\.", r".mlp.\1."),),
 )
 
 KIMI_LINEAR = Family("kimi_linear", "KimiLinearForCausalLM", _read_kimi_linear, _NAMES, _NEUTRAL)

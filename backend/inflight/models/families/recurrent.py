@@ -199,11 +199,17 @@ _OLMO_HYBRID_NAMES = replace(
     recurrent=replace(
         _DELTA_NAMES,
         product=tuple((f"linear_attn.{each}_proj", 1) for each in "qkvgba"),
-        conv=tuple(f"linear_attn.{each}_conv1d" for each in "qkv"),
+        # Three modules in published checkpoints; transformers writes them with a third of all rows each.
+        conv_parts=tuple(f"linear_attn.{each}_conv1d" for each in "qkv"),
         output="linear_attn.o_proj",
         norm="linear_attn.o_norm",
     ),
-    recurrent_norms=NormNames(attention="attention_layer_norm", mlp="feedforward_layer_norm"),
+    recurrent_norms=NormNames(attention="input_layernorm", mlp="post_attention_layernorm"),
+    # The recurrent layers' norms in published checkpoints; transformers writes all layers' norms so.
+    other_names=(
+        (r"\.attention_layer_norm\.", ".input_layernorm."),
+        (r"\.feedforward_layer_norm\.", ".post_attention_layernorm."),
+    ),
 )
 
 
