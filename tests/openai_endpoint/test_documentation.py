@@ -7,13 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from inflight.openai.protocol import Body, ChatBody, CompletionBody, StreamOptions, StructuredOutputs
+from inflight.openai.protocol import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    EmbeddingBody,
+    RerankBody,
+    ScoreBody,
+    StreamOptions,
+    StructuredOutputs,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "openai.md"
 
 
-@pytest.mark.parametrize("body", [ChatBody, CompletionBody, StreamOptions, StructuredOutputs])
+@pytest.mark.parametrize(
+    "body",
+    [ChatBody, CompletionBody, EmbeddingBody, RerankBody, ScoreBody, StreamOptions, StructuredOutputs],
+)
 def test_every_field_is_on_the_page(body: type[Body]) -> None:
-    named = set(re.findall(r"`([a-z_]+)`", PAGE.read_text(encoding="utf-8"))) | {"model", "stream_options"}
+    named = set(re.findall(r"`([a-z_0-9]+)`", PAGE.read_text(encoding="utf-8"))) | {"model", "stream_options"}
     fields = {field.alias or name for name, field in body.model_fields.items()}
     assert fields | set(body.not_served) <= named

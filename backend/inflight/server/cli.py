@@ -99,6 +99,7 @@ def parse(arguments: list[str] | None, judge: Judge | None = None) -> ServerOpti
             kv_cache_dir=given.kv_cache_dir,
             kv_cache_disk_bytes=given.kv_cache_disk,
             kv_events_config=given.kv_events_config,
+            convert=given.convert,
             settings=dict(given.set),
             adapters=tuple(given.lora),
         ),
