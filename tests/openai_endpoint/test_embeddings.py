@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import threading
 from base64 import b64decode
@@ -22,6 +23,7 @@ from inflight.core.request.response import Response
 from inflight.openai.errors import CONTEXT_LENGTH_EXCEEDED
 from tests.openai_endpoint.serving import PATIENCE_S, demo_engine, served
 from tests.openai_endpoint.small_models import HIDDEN, POSITIONS, make_qwen3, write_pooling
+from tests.openai_endpoint.test_fuzz import Client, check_answer, mutated
 
 TEXTS = ["a", "the rain in spain", "stays mainly " * 30, "in the plain"]
 TOLERANCE = 1e-4
@@ -230,6 +232,26 @@ def test_with_generating_requests(folder: Path) -> None:
 )
 def test_invalid_bodies(url: str, body: dict[str, Any], param: str) -> None:
     assert error(url, **body)["param"] == param
+
+
+def test_every_body_is_answered(url: str) -> None:
+    chance, client = random.Random(0), Client(url)
+    bodies: list[dict[str, Any]] = [
+        {"input": ["a", "b"], "encoding_format": "base64", "dimensions": 4, "user": "me", "priority": 1},
+        {"input": [[1, 2, 3], [4]], "truncate_prompt_tokens": 2, "cache_salt": "x", "model": "demo"},
+        {"input": "a \ud800", "truncate_prompt_tokens": -1},
+    ]
+    for _ in range(300):
+        raw = json.dumps(mutated(chance, chance.choice(bodies))).encode()
+        check_answer(*client.post("/v1/embeddings", raw), raw)
+
+
+@pytest.mark.parametrize("more", [{}, {"truncate_prompt_tokens": 4}])
+def test_half_a_surrogate_pair_is_refused_even_if_it_may_be_cut(url: str, more: dict[str, int]) -> None:
+    raw = json.dumps({"input": "a \ud800", **more}).encode()
+    status, answer = Client(url).post("/v1/embeddings", raw)
+    assert status == 400, answer
+    assert json.loads(answer)["error"]["type"] == "invalid_request_error"
 
 
 def test_other_tasks_are_refused(url: str, fake_url: str) -> None:

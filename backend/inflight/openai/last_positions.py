@@ -7,6 +7,7 @@ chunks, and with the reuse of KV blocks, which always leaves a prompt's last tok
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -90,8 +91,8 @@ def prepare(
 
 def longest_prompt(limits: ModelLimits) -> int:
     """Return the number of tokens of the longest prompt that leaves room for the token that is dropped."""
-    lengths = range(limits.max_input_length, 0, -1)
-    return next((length for length in lengths if limits.fits(length, 1)), 0)
+    lengths = range(1, limits.max_input_length + 1)
+    return bisect_left(lengths, True, key=lambda length: not limits.fits(length, 1))
 
 
 def truncation(body: PoolingBody, limits: ModelLimits) -> int | None:

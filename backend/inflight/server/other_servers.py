@@ -105,6 +105,7 @@ DIFFERENT: Mapping[str, str] = {
     "--rope-theta": _IN_CONFIG,
     "--task": _TASKS,
     "--runner": _TASKS,
+    "--pooler-config": "nothing to set: an embedding is the hidden state of the last token",
     "--config": "take a flag or --set KEY=VALUE for each of the file's settings",
     "--extra-llm-api-options": "take a flag or --set KEY=VALUE for each of the file's settings",
     # sampling
