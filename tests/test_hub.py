@@ -66,6 +66,7 @@ _SERVED = [
     "tokenizer.json",
 ]
 _SERVED += ["chat_template.jinja", "additional_chat_templates/tools.jinja", "merges.txt", "tokenizer.model"]
+_SERVED += ["modules.json", "1_Pooling/config.json"]
 _T5 = {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "is_encoder_decoder": True}
 _NOT_SERVED = ["pytorch_model.bin", "modeling_own.py", "onnx/config.json", "onnx/model.safetensors"]
 _NOT_SERVED += ["consolidated.safetensors", "README.md", ".gitattributes"]
@@ -289,7 +290,7 @@ def test_fetching_shows_a_progress_bar_on_a_terminal(caller: Caller) -> None:
     finally:
         os.close(leader)
     assert done.returncode == 0
-    assert b"Fetching 8 files" in shown and b"100%" in shown
+    assert b"Fetching 10 files" in shown and b"100%" in shown
 
 
 def test_serve_and_doctor_accept_names_of_the_hub(caller: Caller, tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ from inflight.errors import ConfigError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
-_UNWANTED = ["*/*.json", "*/*.safetensors", "*/*.txt", "consolidated*"]  # weights in other formats
+_UNWANTED = ["[!1]*/*.json", "*/*.safetensors", "*/*.txt", "consolidated*"]
+"""Weights in other formats and their files; sentence-transformers' 1_Pooling/config.json is wanted."""
 _CREDENTIALS = re.compile(r"//[^/\s]*@")
 _log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ OF_VLLM = {
     **{
         flag: flag for flag in ("--revision", "--host", "--served-model-name", "--chat-template", "--api-key")
     },
-    **{flag: flag for flag in ("--tool-call-parser", "--reasoning-parser", "--allowed-origins")},
+    **{flag: flag for flag in ("--tool-call-parser", "--reasoning-parser", "--convert", "--allowed-origins")},
     **{flag: flag for flag in ("--ssl-certfile", "--ssl-keyfile")},
     "--port": "--port",
     "--default-max-tokens": "--override-generation-config",

@@ -48,6 +48,32 @@ def test_models_that_compute_no_next_token(tmp_path: Path, architecture: str) ->
     assert "computes embeddings or classes" in problem(make_checkpoint(tmp_path / "bert", architecture))
 
 
+def with_pooling(folder: Path, mode: str) -> Path:
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({f"pooling_mode_{mode}": True}))
+    modules = [{"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    return folder
+
+
+def test_a_decoder_without_output_projection_is_for_embeddings_alone(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "bare", "Qwen3Model")
+    told = problem(folder)
+    assert "is Qwen3Model, a decoder without its output projection, which --convert embed serves" in told
+    assert preflight.unservable(folder, None) is not None  # it has no sizes
+    with_pooling(folder, "lasttoken")
+    assert "without its output projection" not in " ".join(
+        preflight.problems(ServerOptions(wanted=Wanted(folder)))
+    )
+
+
+def test_an_encoder_is_refused_by_its_class_and_a_decoder_by_its_pooling(tmp_path: Path) -> None:
+    encoder = with_pooling(make_checkpoint(tmp_path / "bert", "XLMRobertaModel"), "cls_token")
+    assert "is XLMRobertaModel, which computes embeddings or classes" in problem(encoder)
+    decoder = with_pooling(make_checkpoint(tmp_path / "mean", "Qwen3ForCausalLM"), "mean_tokens")
+    assert "has the pooling mean_tokens, expected lasttoken" in problem(decoder)
+
+
 @pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "config.json"])
 def test_a_pointer_of_git_lfs(tmp_path: Path, file: str) -> None:
     folder = make_checkpoint(tmp_path / "llama", "LlamaForCausalLM")

@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from inflight.openai.messages.protocol import MessagesBody, MessagesOutput, MessagesThinking
-from inflight.openai.protocol import Body, ChatBody, CompletionBody, StreamOptions, StructuredOutputs
+from inflight.openai.protocol import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    EmbeddingBody,
+    RerankBody,
+    ScoreBody,
+    StreamOptions,
+    StructuredOutputs,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "openai.md"
 
@@ -16,9 +25,12 @@ PAGE = Path(__file__).parents[2] / "docs" / "openai.md"
 _BODIES = [
     ChatBody,
     CompletionBody,
+    EmbeddingBody,
     MessagesBody,
     MessagesOutput,
     MessagesThinking,
+    RerankBody,
+    ScoreBody,
     StreamOptions,
     StructuredOutputs,
 ]
@@ -26,7 +38,7 @@ _BODIES = [
 
 @pytest.mark.parametrize("body", _BODIES)
 def test_every_field_is_on_the_page(body: type[Body]) -> None:
-    named = set(re.findall(r"`([a-z_]+)`", PAGE.read_text(encoding="utf-8"))) | {
+    named = set(re.findall(r"`([a-z_0-9]+)`", PAGE.read_text(encoding="utf-8"))) | {
         "model",
         "stream_options",
         "type",

@@ -198,7 +198,7 @@ def test_neutral_values_of_unserved_fields_are_accepted(fake_url: str) -> None:
 
 @pytest.mark.parametrize(
     ("method", "route", "status"),
-    [("POST", "/v1/embeddings", 501), ("POST", "/v1/nothing", 404), ("GET", "/v1/completions", 405)],
+    [("POST", "/v1/responses", 501), ("POST", "/v1/nothing", 404), ("GET", "/v1/completions", 405)],
 )
 def test_unserved_routes_are_refused(fake_url: str, method: str, route: str, status: int) -> None:
     answer = httpx.request(method, fake_url + route, json={"input": "x"} if method == "POST" else None)
@@ -412,7 +412,6 @@ def test_a_grpc_error_that_contains_a_kinds_name_is_not_a_server_error() -> None
     "route",
     [
         *(
-            "v1/embeddings",
             "v1/responses",
             "v1/responses/r1/cancel",
         ),
@@ -427,10 +426,6 @@ def test_a_grpc_error_that_contains_a_kinds_name_is_not_a_server_error() -> None
         ),
         *(
             "v1/evals",
-            "v1/rerank",
-            "rerank",
-            "v1/score",
-            "score",
             "classify",
             "pooling",
             "v1/load_lora_adapter",

@@ -47,8 +47,9 @@ def test_to_arguments_keeps_all_options_except_keys(tmp_path: Path) -> None:
         *("--tool-call-parser", "hermes", "--reasoning-parser", "think", "--default-max-tokens", "300"),
         *("--allowed-media-domains", "Images.example.com,*.cdn.example.com", "::1"),
         *("--allowed-local-media-path", str(tmp_path), "--limit-mm-per-prompt", '{"image": 4, "video": 0}'),
-        *("--host", "0.0.0.0", "--port", "9001", "--metrics-url", "http://h:1/metrics"),
+        *("--host", "0.0.0.0", "--port", "9001", "--metrics-url", "http://h:1/metrics", "--convert", "embed"),
     )
+    assert found.convert == "embed"
     assert found.served_model_names == ("code", "gpt-4o") and found.max_body_bytes == 2 << 20
     assert found.default_max_tokens == 300 and found.max_pictures == 4
     assert found.allowed_media_domains == ("images.example.com", "*.cdn.example.com", "::1")

@@ -108,6 +108,25 @@ def test_plans_set_the_engine_their_paths_and_the_batch_size(
     assert "max_batch_size: 3" in (runtime.path / "tensorrt_llm" / "config.pbtxt").read_text()
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("", "last_hidden_state"),
+        ("top_2_logits", "top_2_logits, last_hidden_state"),
+        ("last_hidden_state:context", "last_hidden_state:context"),
+    ],
+)
+def test_a_model_that_embeds_gets_the_output_of_embeddings(tmp_path: Path, given: str, expected: str) -> None:
+    (tmp_path / "model").mkdir()
+    settings = {"additional_model_outputs": given} if given else {}
+    for convert, wanted in (("embed", expected), ("auto", given or "${additional_model_outputs}")):
+        target = tmp_path / convert
+        assemble(default_repository(), target, Wanted(tmp_path / "model", settings=settings, convert=convert))
+        text = (target / "tensorrt_llm" / "config.pbtxt").read_text()
+        assert read_parameters(text)["additional_model_outputs"] == wanted
+        assert ('"generation_last_hidden_state"' in text) == ("last_hidden_state" in wanted)
+
+
 def test_settings_override_options(tmp_path: Path) -> None:
     wanted = Wanted(model=tmp_path, dtype="bfloat16", settings={"dtype": "float32", "tokenizer_dir": "/t"})
     values = filled(wanted)

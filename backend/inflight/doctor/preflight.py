@@ -25,7 +25,8 @@ from inflight.engine.sequence_length import longest_sequence
 from inflight.engine_folder import is_engine_folder
 from inflight.errors import ConfigError
 from inflight.gguf.folder import is_gguf
-from inflight.models.registry import describe
+from inflight.models.registry import bare_decoder, describe
+from inflight.pooling import Task, find_task
 from inflight.safetensors_header import tensor_ranges
 from inflight.server.launch import ServerOptions, lay_out
 from inflight.server.other_servers import flags_that_set
@@ -61,7 +62,7 @@ def problems(options: ServerOptions, root: Path = Path("/")) -> Iterator[str]:
                 f"{folder} has a TensorRT engine, and this machine has no NVIDIA GPU: serve the checkpoint that "
                 "it was built of, or take another machine"
             )
-        if found := list(_checkpoint(folder)):
+        if found := list(_checkpoint(folder, options.openai.convert)):
             yield from found
             return
     try:
@@ -101,7 +102,7 @@ def unservable(folder: Path, implementation: str | None) -> str | None:
         folder: A folder with a config.json; other files need not be there yet.
         implementation: The parameter `engine`.
     """
-    reason = next(_checkpoint(folder), None)
+    reason = next(_checkpoint(folder, None), None)
     return reason or refused_by_family(read_config_file(folder), implementation)
 
 
@@ -148,7 +149,8 @@ def _adapter(name: str, folder: Path) -> Iterator[str]:
         yield pointer
 
 
-def _checkpoint(folder: Path) -> Iterator[str]:
+def _checkpoint(folder: Path, convert: str | None) -> Iterator[str]:
+    """Yield what keeps a checkpoint from being served; `convert` is None if only its config.json is there."""
     if pointer := _pointer(folder, _CHECKED):
         yield pointer
         return
@@ -157,6 +159,8 @@ def _checkpoint(folder: Path) -> Iterator[str]:
     try:
         config = read_config_file(folder)
         reason, name = _no_decoder(config), CheckpointFacts.read(folder).name
+        if reason is None and convert is not None:
+            reason = _cannot_generate(config, find_task(folder, convert))
     except ConfigError as error:
         yield str(error)
         return
@@ -165,13 +169,22 @@ def _checkpoint(folder: Path) -> Iterator[str]:
 
 
 def _no_decoder(config: ConfigFile) -> str | None:
-    """Return why the model does not continue texts; None if config.json does not show that."""
+    """Return why the model is no decoder of text; None if config.json does not show that."""
     if config.values.get("is_encoder_decoder") is True:
         return "an encoder with a decoder"
     names = config.texts("architectures")
+    if any(map(bare_decoder, names)):
+        return None
     if names and all(_computes_no_text(name) for name in names):
         return "which computes embeddings or classes instead of a next token"
     return None
+
+
+def _cannot_generate(config: ConfigFile, task: Task) -> str | None:
+    """Return why a decoder without its output projection cannot do its task; None for any other decoder."""
+    if task is Task.EMBED or not any(map(bare_decoder, config.texts("architectures"))):
+        return None
+    return "a decoder without its output projection, which --convert embed serves"
 
 
 def _computes_no_text(architecture: str) -> bool:

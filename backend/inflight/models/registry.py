@@ -22,6 +22,7 @@ from inflight.models.neutral_keys import refuse_unread
 from inflight.models.quantization import Quantization, read_quantization
 from inflight.models.unserved import refuse_unserved
 from inflight.multimodal import Multimodal, bidirectional_layers, num_added_layers
+from inflight.pooling import has_pooling
 
 _logger = logging.getLogger(__name__)
 _COUNTS = ("num_hidden_layers", "n_layer", "num_attention_heads", "n_head")
@@ -99,6 +100,8 @@ def describe(config: ConfigFile) -> ModelDescription:
     )
     refuse_unread(config, family.neutral)
     _check(config, decoder)
+    if has_pooling(config.path.parent):  # its output projection is not used, and often not stored
+        decoder = replace(decoder, tied_embeddings=True)
     names = family.names
     if names.recurrent is not None and decoder.recurrent is not None:
         counts = tuple(count for _, count in names.recurrent.product)
@@ -117,7 +120,8 @@ def _family(config: ConfigFile) -> Family:
 
     An unknown `model_type` is an unknown family, as some types of transformers use another family's class.
     """
-    architectures, model_type = config.texts("architectures"), config.text_or_none("model_type")
+    architectures = [bare_decoder(name) or name for name in config.texts("architectures")]
+    model_type = config.text_or_none("model_type")
     if not architectures:
         for family in FAMILIES:
             if model_type in (family.model_type, *family.other_types):
@@ -138,6 +142,17 @@ def _family(config: ConfigFile) -> Family:
     names = [family.architecture for family in FAMILIES]
     error = config.error("architectures", f"one of {', '.join(names)}")
     raise UnknownFamily(error, ", ".join(architectures), names)
+
+
+def bare_decoder(architecture: str) -> str | None:
+    """Return the class of a family whose decoder without output projection, such as Qwen3Model, is `architecture`.
+
+    None if it is no such decoder.
+    """
+    if not architecture.endswith("Model"):
+        return None
+    whole = [architecture.removesuffix("Model") + head for head in ("ForCausalLM", "LMHeadModel")]
+    return next((family.architecture for family in FAMILIES if family.architecture in whole), None)
 
 
 def _check_counts(config: ConfigFile) -> None:

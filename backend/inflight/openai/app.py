@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from inflight.access_log import AccessLog
 from inflight.core.ports import EngineClient
 from inflight.errors import InflightError
-from inflight.openai import chat_completions, completions, models, server_routes, tokenize
+from inflight.openai import chat_completions, completions, embeddings, models, rerank, server_routes, tokenize
 from inflight.openai.bodies import BodyReader
 from inflight.openai.context import Context
 from inflight.openai.errors import add_error_handlers
@@ -58,7 +58,7 @@ def create_app(
     app = FastAPI(title="inflight", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.context = context
     app.state.bodies = BodyReader(session, options.max_body_bytes)
-    modules = (models, completions, chat_completions, messages, tokenize, server_routes)
+    modules = (models, completions, chat_completions, messages, embeddings, rerank, tokenize, server_routes)
     routers = (*(module.router for module in modules), playground_router)
     for router in routers:
         app.include_router(router)

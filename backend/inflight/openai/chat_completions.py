@@ -20,6 +20,7 @@ from inflight.openai.protocol import ChatBody
 from inflight.openai.sampling import BodySettings, choose_seed
 from inflight.openai.serving_model import ServingModel
 from inflight.openai.streaming import JsonAnswer, event, made, while_connected
+from inflight.pooling import Task
 from inflight.serving.chat.reasoning import ReasoningTokens, reasoning_stream
 from inflight.serving.chat.special_markers import needs_special_tokens
 from inflight.serving.chat.tool_calls import tool_call_stream
@@ -32,7 +33,7 @@ router = APIRouter()
 async def create_chat_completion(body: Annotated[ChatBody, body_as(ChatBody)], request: Request) -> Response:
     """Generate `n` answers to the messages."""
     context = context_of(request)
-    adapter = await context.adapter_of(body.model)
+    adapter = await context.adapter_of(body.model, Task.GENERATE)
     prompt, prepared = await prepare_chat(request, body, adapter, context.model.options.default_max_tokens)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     writer = _ChatWriter(body, prepared, prompt, Envelope.of("chatcmpl", kind, prepared, request))

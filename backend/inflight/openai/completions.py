@@ -20,6 +20,7 @@ from inflight.openai.protocol import CompletionBody
 from inflight.openai.sampling import BodySettings, choose_seed
 from inflight.openai.serving_model import ServingModel
 from inflight.openai.streaming import JsonAnswer, event, made
+from inflight.pooling import Task
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default of max_tokens, used unless the server has --default-max-tokens."""
@@ -33,7 +34,7 @@ async def create_completion(
 ) -> Response:
     """Continue each prompt `n` times."""
     context = context_of(request)
-    adapter = await context.adapter_of(body.model)
+    adapter = await context.adapter_of(body.model, Task.GENERATE)
     prepared = await context.session.compute(partial(_prepare, context.model, body, adapter))
     envelope = Envelope.of("cmpl", "text_completion", prepared, request)
     writer = _CompletionWriter(body, prepared, envelope)

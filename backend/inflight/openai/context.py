@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from fastapi import Request
 from starlette.responses import Response
@@ -20,7 +19,10 @@ from inflight.openai.prepared_body import PreparedBody
 from inflight.openai.request_ids import passage_of, request_id_of
 from inflight.openai.serving_model import ServingModel
 from inflight.openai.streaming import EventStream, Watcher, peeked
+from inflight.pooling import Task
+from inflight.prompt import Prompt
 from inflight.serving.engine_session import EngineSession, OutputStream
+from inflight.serving.reply import NewText
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +34,19 @@ class Context:
     http_metrics: HttpMetrics
     pictures: ChatPictures | None = None
 
-    async def adapter_of(self, model: str | None) -> str:
+    async def adapter_of(self, model: str | None, task: Task | None = None) -> str:
         """Return the adapter named by a body's `model` (`ServingModel.adapter_of`).
 
-        Must be each body's first check.
+        Must be each body's first check. Raises ApiError if the model is not served for `task`; None: any task.
         """
-        return await self.session.wait_for(partial(self.model.adapter_of, model))
+
+        def find() -> str:
+            adapter = self.model.adapter_of(model)
+            if task is not None:
+                self.model.check_task(task)
+            return adapter
+
+        return await self.session.wait_for(find)
 
 
 def context_of(request: Request) -> Context:
@@ -81,13 +90,16 @@ class Envelope:
         }
 
 
-def _open(context: Context, request: Request, prepared: PreparedBody) -> OutputStream:
+def open_stream(
+    context: Context, request: Request, prompts: Sequence[tuple[Prompt, NewText | None]], model_name: str
+) -> OutputStream:
     """Return the stream of a request's outputs, with what log lines say about the request."""
-    origin = replace(passage_of(request.scope).origin, model=prepared.model_name)
-    return context.session.open(prepared.prompts, origin)
+    origin = replace(passage_of(request.scope).origin, model=model_name)
+    return context.session.open(prompts, origin)
 
 
-async def _start(request: Request, stream: OutputStream) -> None:
+async def start_stream(request: Request, stream: OutputStream) -> None:
+    """Submit the stream's requests, and note for the access log whether they have reached the engine."""
     try:
         await stream.start()
     finally:
@@ -96,11 +108,11 @@ async def _start(request: Request, stream: OutputStream) -> None:
 
 async def answer_whole(context: Context, request: Request, prepared: PreparedBody) -> list[Piece]:
     """Run the prompts to their end; return one piece for each choice, in order."""
-    stream = _open(context, request, prepared)
+    stream = open_stream(context, request, prepared.prompts, prepared.model_name)
     watcher = Watcher(request, stream)  # before the start: submitting many prompts takes long
     parts: dict[int, list[Piece]] = {}
     try:
-        await _start(request, stream)
+        await start_stream(request, stream)
         async for pieces in Pieces(prepared.asked, prepared.usage, prepared.receipt).read(stream):
             for piece in pieces:
                 parts.setdefault(piece.index, []).append(piece)
@@ -125,10 +137,10 @@ async def answer_stream(
         events_of: Function that converts the pieces to the events that the response sends.
         response: Class of the response.
     """
-    stream = _open(context, request, prepared)
+    stream = open_stream(context, request, prepared.prompts, prepared.model_name)
     watcher = Watcher(request, stream)
     try:
-        await _start(request, stream)
+        await start_stream(request, stream)
         pieces = Pieces(prepared.asked, prepared.usage, prepared.receipt).read(stream)
         return response(await peeked(events_of(pieces)), watcher)
     except BaseException:  # any error is raised again after the stream is closed

@@ -18,6 +18,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from inflight.pictures import options as picture_options
+from inflight.pooling import CONVERSIONS
 from inflight.serving.chat import reasoning_formats, tool_format_table
 
 API_KEYS_VARIABLE = "INFLIGHT_API_KEY"
@@ -55,6 +56,8 @@ class OpenAiOptions:
         allowed_media_domains: Hosts from which pictures are read, in lower case; "*.HOST": all hosts below HOST.
         allowed_local_media_path: Folder of this machine from which pictures are read; None: none.
         max_pictures: Largest number of pictures in a prompt.
+        convert: One of CONVERSIONS: whether the model embeds texts or scores pairs of them instead of generating
+            text.
     """
 
     host: str = "127.0.0.1"
@@ -74,6 +77,7 @@ class OpenAiOptions:
     allowed_media_domains: tuple[str, ...] = ()
     allowed_local_media_path: Path | None = None
     max_pictures: int = picture_options.MAX_PICTURES
+    convert: str = "auto"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,6 +123,14 @@ def _add_model_arguments(add: Callable[..., argparse.Action]) -> None:
         type=_count,
         help="maximum number of tokens of an answer without max_tokens (default: 16 for completions, all "
         "that fit for chats)",
+    )
+
+    add(
+        "--convert",
+        choices=CONVERSIONS,
+        default="auto",
+        help="serve the model for /v1/embeddings (embed), or for /v1/rerank and /v1/score (classify), in place of "
+        "text (default: auto, embed if the checkpoint has a pooling of sentence-transformers)",
     )
 
 
@@ -187,6 +199,7 @@ def read_arguments(
         allowed_media_domains=picture_options.allowed_domains(given),
         allowed_local_media_path=given.allowed_local_media_path,
         max_pictures=given.limit_mm_per_prompt,
+        convert=given.convert,
     )
 
 
@@ -203,6 +216,7 @@ def to_arguments(options: OpenAiOptions) -> list[str]:
         *("--host", options.host, "--port", str(options.port)),
         *(("--served-model-name", *names) if names else ()),
         *(word for flag, file in files.items() if file is not None for word in (flag, str(file.absolute()))),
+        *("--convert", options.convert),
         *("--tool-call-parser", options.tool_call_parser, "--reasoning-parser", options.reasoning_parser),
         *(("--default-max-tokens", str(default)) if default is not None else ()),
         *(("--allowed-origins", json.dumps(origins)) if origins else ()),

@@ -55,12 +55,12 @@ class PreparedBody:
         return {**usage, **self.receipt.of_answer(body)}
 
 
-def check_number_of_sequences(model: ServingModel, num_prompts: int, n: int) -> None:
-    """Raise ApiError if a body requests too many sequences: `n` for each of its prompts.
+def check_number_of_sequences(model: ServingModel, num_prompts: int, n: int, field: str = "prompt") -> None:
+    """Raise ApiError if a body requests too many sequences: `n` for each of its prompts, which `field` has.
 
     Must be called before tokenization, which takes long for many prompts.
     """
-    field = "n" if n > 1 else "prompt"
+    field = "n" if n > 1 else field
     try:
         model.describe().limits.check_sequences(num_prompts, num_prompts * n, field)
     except InvalidArgument as error:

@@ -61,7 +61,7 @@ class Body(BaseModel):
 _OF_OTHER_ROUTES = {
     "messages": "/v1/chat/completions takes messages",
     "prompt": "/v1/completions takes a prompt, and a chat has messages",
-    "input": "/v1/completions takes a prompt, and /v1/chat/completions messages",
+    "input": "/v1/completions takes a prompt, /v1/chat/completions messages, and /v1/embeddings an input",
 }
 
 
@@ -282,6 +282,74 @@ class ChatBody(SamplingBody):
     reasoning_effort: str | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     include_reasoning: bool = True
+
+
+class PoolingBody(Body):
+    """Fields of the routes whose answer is computed from the last position of each prompt.
+
+    Attributes:
+        truncate_prompt_tokens: Largest number of tokens of a prompt, those that the tokenizer adds included; the
+            end of a longer text is left out. -1: as many as fit. None: a prompt that does not fit is an error.
+    """
+
+    model: str | None = None
+    user: str | None = None
+    priority: int = 0
+    cache_salt: str | None = Field(None, min_length=1)
+    request_id: str | None = Field(None, max_length=MAX_ID_LENGTH)
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_INT32)
+
+
+class EmbeddingBody(PoolingBody):
+    """The JSON body of a request to /v1/embeddings.
+
+    Attributes:
+        dimensions: Number of values of an embedding: the first ones of the model's, normalized again.
+    """
+
+    not_served = {
+        "messages": ((), "texts are embedded as they are: send input, with the model's own instruction")
+    }
+    input: str | _Texts | _Ids | Annotated[list[_Ids], Field(fail_fast=True)]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1, le=MAX_INT32)
+    add_special_tokens: bool = True
+
+
+class DocumentText(Body):
+    """A document as an object."""
+
+    text: str
+
+
+class RerankBody(PoolingBody):
+    """The JSON body of a request to /v1/rerank, as of Jina, Cohere and vLLM.
+
+    Attributes:
+        top_n: Number of documents to return, the best ones; None and 0: all.
+        instruction: Task that the prompt states; None: the one that the model's authors use for web search.
+    """
+
+    not_served = {
+        "max_tokens_per_doc": ((), "send truncate_prompt_tokens, which counts a whole prompt's tokens")
+    }
+    query: str
+    documents: list[str | DocumentText] = Field(min_length=1)
+    top_n: int | None = Field(None, ge=0, le=MAX_INT32)
+    return_documents: bool = True
+    instruction: str | None = None
+
+
+class ScoreBody(PoolingBody):
+    """The JSON body of a request to /v1/score: one text and several, or as many texts as others.
+
+    Attributes:
+        instruction: As in `RerankBody`.
+    """
+
+    text_1: str | _Texts
+    text_2: str | _Texts
+    instruction: str | None = None
 
 
 class TokenizeBody(Body):

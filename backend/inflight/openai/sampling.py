@@ -126,9 +126,9 @@ def make_prompt(
         bad_words=tuple(word for text in body.bad_words if text for word in encoder.spellings(text)),
         prompt_lookup_num_tokens=body.prompt_lookup_num_tokens,
         logits_post_processor_name=body.logits_post_processor_name,
-        identity=_identity(body, encoded),
-        priority=_priority(body.priority),
-        client_id=_number_of(user) if (user := body.safety_identifier or body.user) else 0,
+        identity=identity_of(body.cache_salt, encoded),
+        priority=priority_of(body.priority),
+        client_id=number_of(user) if (user := body.safety_identifier or body.user) else 0,
         guide=asked.guide,
         lora=LoraRequest(name=asked.adapter) if asked.adapter else None,
         prompt_table=encoded.table if encoded else None,
@@ -152,8 +152,9 @@ def make_prompt(
     )
 
 
-def _identity(body: SamplingBody, encoded: EncodedPrompt | None) -> PrefixIdentity:
-    salt = _number_of(body.cache_salt) if body.cache_salt else 0
+def identity_of(cache_salt: str | None, encoded: EncodedPrompt | None = None) -> PrefixIdentity:
+    """Return what a prompt's KV blocks depend on beside its tokens; `encoded` has its pictures."""
+    salt = number_of(cache_salt) if cache_salt else 0
     return PrefixIdentity(salt, encoded.extra_ids if encoded else ())
 
 
@@ -266,12 +267,12 @@ def _early_stopping(body: SamplingBody) -> int:
     return 2 if body.early_stopping == "never" else int(body.early_stopping)
 
 
-def _priority(asked: int) -> float:
+def priority_of(asked: int) -> float:
     """Convert vLLM's priority (0 is usual, lower goes first) to the engine's (0 to 1, higher goes first)."""
     asked = max(-MAX_INT32, min(asked, MAX_INT32))
     return 0.5 - 0.5 * asked / (1 + abs(asked))
 
 
-def _number_of(text: str) -> int:
+def number_of(text: str) -> int:
     """Return a 64-bit hash of the text, never 0."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") or 1

@@ -29,7 +29,6 @@ _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _ENGINE_LABELS = {"model": "tensorrt_llm", "version": "1"}
 """The labels of the engine's metrics without Triton: those that they have with it."""
 _TEXT_ALONE = "this server generates text alone"
-_RANKS = "this server generates text and ranks nothing"
 _NO_FILES = "this server keeps no files and runs no batches: send each request by itself"
 _NO_AGENTS = (
     "this server keeps no conversations, assistants or stores: send the messages to /v1/chat/completions"
@@ -37,13 +36,12 @@ _NO_AGENTS = (
 _NO_TRAINING = "this server trains and evaluates nothing"
 _ADAPTERS = "adapters are loaded by their first request, or by Triton's tensor lora_command"
 _NOT_SERVED = {
-    "/v1/embeddings": "this server generates text and computes no embeddings",
     "/v1/responses": "this server has no responses API: send the messages to /v1/chat/completions",
     "/v1/messages/batches": _NO_FILES,
     **dict.fromkeys(("/v1/audio", "/v1/images", "/v1/videos", "/v1/realtime"), _TEXT_ALONE),
     "/v1/moderations": "this server moderates nothing",
-    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/classify"), _RANKS),
-    "/pooling": "this server generates text and computes no embeddings",
+    "/classify": "this server has no classes: /v1/rerank and /v1/score are for models that score pairs of texts",
+    "/pooling": "this server returns no hidden states here: /v1/embeddings returns embeddings",
     **dict.fromkeys(("/v1/files", "/v1/uploads", "/v1/batches", "/v1/containers"), _NO_FILES),
     **dict.fromkeys(
         ("/v1/assistants", "/v1/threads", "/v1/conversations", "/v1/vector_stores", "/v1/chatkit"), _NO_AGENTS

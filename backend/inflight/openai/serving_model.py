@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 
@@ -19,8 +20,10 @@ from inflight.core.ports import EngineClient
 from inflight.core.request.adapter_command import AdapterAction, AdapterCommand, AdapterState
 from inflight.core.request.engine_description import EngineDescription
 from inflight.errors import Unavailable, Unsupported, without_places
+from inflight.file_names import native
 from inflight.openai.errors import ApiError, unsupported
 from inflight.openai.options import OpenAiOptions
+from inflight.pooling import Pooling, Task, find_task, read_pooling
 from inflight.serving.chat.template import ChatTemplate, load_chat_template
 from inflight.serving.completion_text import TokenizerFinder
 from inflight.text.text_encoder import TextEncoder
@@ -32,6 +35,12 @@ _log = logging.getLogger(__name__)
 _ADAPTERS_TIMEOUT_S = 10.0
 _ADAPTERS_FRESH_S = 1.0
 """Seconds for which a listed adapter is assumed to exist. If it no longer does, the engine refuses the request."""
+_ROUTES = {
+    Task.GENERATE: "generates text: send requests to /v1/completions or /v1/chat/completions; started with "
+    "--convert embed or classify, it would compute embeddings or scores",
+    Task.EMBED: "computes embeddings: send texts to /v1/embeddings",
+    Task.CLASSIFY: "scores pairs of texts: send them to /v1/rerank or /v1/score",
+}
 _SLOW_S = 1.0
 """A failed attempt to reach the engine that takes this many seconds is not repeated for as many seconds."""
 
@@ -136,6 +145,16 @@ class ServingModel:
             "model_not_found",
         )
 
+    def check_task(self, wanted: Task) -> None:
+        """Raise ApiError unless the model is served for `wanted`."""
+        task = self._checkpoint().task
+        if task is not wanted:
+            raise ApiError(f"this server {_ROUTES[task]}", 400, "model", "unsupported_model")
+
+    def pooling(self) -> Pooling:
+        """Return how the model's embeddings are made."""
+        return self._checkpoint().pooling
+
     def encode(
         self, texts: Sequence[str], add_special_tokens: bool = True, field: str = "prompt"
     ) -> list[list[int]]:
@@ -219,6 +238,8 @@ class _CheckpointFiles:
 
     def __init__(self, description: EngineDescription, options: OpenAiOptions) -> None:
         self.description = description
+        self._folder = Path(native(description.model_path))
+        self._convert = options.convert
         self._template_file = options.chat_template
         self._finds_calls = options.tool_call_parser == "auto"
         self._lock = threading.Lock()
@@ -227,6 +248,14 @@ class _CheckpointFiles:
         self._template: ChatTemplate | None = None
         self._problem: str | None = None
         self._token_bytes: list[bytes] | None = None
+
+    @cached_property
+    def task(self) -> Task:
+        return find_task(self._folder, self._convert)
+
+    @cached_property
+    def pooling(self) -> Pooling:
+        return read_pooling(self._folder) or Pooling()
 
     def load(self) -> None:
         """Read the tokenizer and the chat template once.

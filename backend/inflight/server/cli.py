@@ -100,6 +100,7 @@ def parse(arguments: list[str] | None, judge: Judge | None = None) -> ServerOpti
             kv_cache_disk_bytes=given.kv_cache_disk,
             kv_events_config=given.kv_events_config,
             otlp_traces_endpoint=given.otlp_traces_endpoint,
+            convert=given.convert,
             settings=dict(given.set),
             adapters=tuple(given.lora),
         ),

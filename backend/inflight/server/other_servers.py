@@ -77,7 +77,9 @@ _IN_CONFIG = "not supported: change config.json in a copy of the checkpoint's fo
 _NO_OWN_CODE = "not supported: code that comes with a checkpoint is never run"
 _PICTURES = "not supported: pictures are processed as the checkpoint's processor_config.json says"
 _NO_PARSERS = "not supported: take one of the parsers that --help lists"
-_DECODERS = "nothing to set: decoders of text are served, no embeddings or classes"
+_TASKS = (
+    "take --convert embed or classify; a checkpoint with a pooling of sentence-transformers needs no flag"
+)
 _TOKENIZER = "nothing to set: the tokenizer is tokenizer.json, and requests with token ids need none"
 _ACCESS = "nothing to set: --allowed-origins is enough, and browsers send API keys as a header"
 _TLS = "not supported: TLS is for the server's certificate only; API keys identify clients"
@@ -101,9 +103,9 @@ DIFFERENT: Mapping[str, str] = {
     "--hf-overrides": _IN_CONFIG,
     "--rope-scaling": _IN_CONFIG,
     "--rope-theta": _IN_CONFIG,
-    "--task": _DECODERS,
-    "--runner": _DECODERS,
-    "--convert": _DECODERS,
+    "--task": _TASKS,
+    "--runner": _TASKS,
+    "--pooler-config": "nothing to set: an embedding is the hidden state of the last token",
     "--config": "take a flag or --set KEY=VALUE for each of the file's settings",
     "--extra-llm-api-options": "take a flag or --set KEY=VALUE for each of the file's settings",
     # sampling

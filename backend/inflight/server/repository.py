@@ -15,10 +15,12 @@ from inflight.additional_outputs import parse_outputs, tensor_names
 from inflight.arguments import equally_near
 from inflight.config import Parameters, Role
 from inflight.engine_folder import is_engine_folder, num_slots
+from inflight.errors import ConfigError
 from inflight.parameter_reader import is_filled
 from inflight.parameter_reader import read_parameters as read_configuration
 from inflight.parameter_spec import input_types
 from inflight.pictures.families import can_encode
+from inflight.pooling import EMBEDDING_OUTPUT, Task, find_task
 from inflight.server import ranks
 from inflight.server.checkpoint import check_rank_sizes
 from inflight.server.config_text import (
@@ -68,6 +70,7 @@ class Wanted:
         kv_cache_disk_bytes: Maximum size of the files in this folder.
         kv_events_config: How KV cache events are published, a JSON object.
         otlp_traces_endpoint: URL to which spans of requests are sent.
+        convert: Whether the model embeds texts, one of `inflight.pooling.CONVERSIONS`.
     """
 
     model: Path | None = None
@@ -82,6 +85,7 @@ class Wanted:
     kv_cache_disk_bytes: int | None = None
     kv_events_config: str | None = None
     otlp_traces_endpoint: str | None = None
+    convert: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -181,7 +185,7 @@ def fill(present: Mapping[str, Mapping[str, str]], wanted: Wanted, source: Path)
     """Return every model's parameters by model: the `present` parameters, overwritten by the wanted values.
 
     An engine without a checkpoint serves the demo model. A model without a tokenizer uses the tokenizer of
-    its engine's checkpoint.
+    its engine's checkpoint. If an engine embeds texts, the output of which embeddings are made is added.
     """
     settings = _settings(wanted)
     _check_known(settings, {key: value for known in present.values() for key, value in known.items()})
@@ -201,6 +205,10 @@ def fill(present: Mapping[str, Mapping[str, str]], wanted: Wanted, source: Path)
         checkpoint = filled[engine][MODEL_PATH]
         if is_filled(checkpoint) and not (engine in own and is_filled(known[TOKENIZER])):
             known[TOKENIZER] = checkpoint
+    if any(_embeds(filled[model][MODEL_PATH], wanted.convert) for model in engines):
+        for known in filled.values():
+            if ADDITIONAL_OUTPUTS in known:
+                known[ADDITIONAL_OUTPUTS] = _with_embeddings(known[ADDITIONAL_OUTPUTS])
     return filled
 
 
@@ -241,6 +249,21 @@ def _settings(wanted: Wanted) -> dict[str, str]:
         if values.get(key):
             values[key] = str(Path(values[key]).absolute())
     return values
+
+
+def _embeds(checkpoint: str, convert: str) -> bool:
+    try:
+        return is_filled(checkpoint) and find_task(Path(checkpoint), convert) is Task.EMBED
+    except ConfigError as error:
+        raise OptionError(str(error)) from None
+
+
+def _with_embeddings(outputs: str) -> str:
+    """Return the parameter additional_model_outputs with the output that embeddings are made of."""
+    if not is_filled(outputs):
+        return EMBEDDING_OUTPUT
+    names = {part.strip().partition(":")[0] for part in outputs.split(",")}
+    return outputs if EMBEDDING_OUTPUT in names else f"{outputs}, {EMBEDDING_OUTPUT}"
 
 
 def _named_folders(wanted: Wanted) -> str:

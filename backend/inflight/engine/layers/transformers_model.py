@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +52,7 @@ from inflight.models import DecoderConfig
 from inflight.models.checkpoint import Checkpoint
 from inflight.models.unserved import UNSERVED
 from inflight.multimodal import other_inputs
+from inflight.pooling import has_pooling
 
 _log = logging.getLogger(__name__)
 
@@ -225,6 +227,8 @@ def _class_name(file: ConfigFile, refuse: _Refusal) -> str:
     if not names:
         raise refuse(f"{known} has no decoder of text of that type")
     architectures = file.texts("architectures") or names[:1]
+    if has_pooling(file.path.parent):  # its class may be that of the decoder without output projection
+        architectures = [re.sub("Model$", "ForCausalLM", name) for name in architectures]
     found = [name for name in architectures if name in names]
     if not found:
         raise refuse(
@@ -242,6 +246,8 @@ def _read(model_class: Any, dtype: str | None, device: torch.device, refuse: _Re
     try:
         # Use the type's own configuration class: a model class may belong to another type with other defaults.
         config = CONFIG_MAPPING[refuse.model_type].from_pretrained(refuse.folder)  # pyright: ignore[reportUnknownMemberType]  bare PathLike
+        if has_pooling(refuse.folder):  # its output projection is not used, and often not stored
+            config.tie_word_embeddings = True
         model, found = model_class.from_pretrained(
             refuse.folder,
             config=config,

@@ -19,6 +19,7 @@ from inflight.openai.protocol import ChatBody
 from inflight.openai.request_ids import request_id_of
 from inflight.openai.serving_model import ServingModel
 from inflight.openai.streaming import JsonAnswer, while_connected
+from inflight.pooling import Task
 
 router = APIRouter()
 
@@ -27,7 +28,7 @@ router = APIRouter()
 async def create_message(body: Annotated[MessagesBody, body_as(MessagesBody)], request: Request) -> Response:
     """Generate an answer to the messages."""
     context = context_of(request)
-    adapter = await context.adapter_of(body.model)
+    adapter = await context.adapter_of(body.model, Task.GENERATE)
     chat = await context.session.compute(partial(convert, context.model, body))
     with chat.errors_named():
         # As a default, the length is reduced to what fits, as by Anthropic's models.
