@@ -33,15 +33,30 @@ async def create_chat_completion(body: Annotated[ChatBody, body_as(ChatBody)], r
     """Generate `n` answers to the messages."""
     context = context_of(request)
     adapter = await context.adapter_of(body.model)
-    prompt, asked, prepared = await context.session.compute(partial(_prepare, context.model, body, adapter))
-    if prepared is None:
-        prepared = await while_connected(request, _prepare_pictures(context, prompt, asked))
+    prompt, prepared = await prepare_chat(context, request, body, adapter)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     writer = _ChatWriter(body, prepared, prompt, Envelope.of("chatcmpl", kind, prepared, request))
     if body.stream:
         return await answer_stream(context, request, prepared, writer.events)
     pieces = await answer_whole(context, request, prepared)
     return await context.session.compute(lambda: JsonAnswer(writer.whole(pieces)))
+
+
+async def prepare_chat(
+    context: Context, request: Request, body: ChatBody, adapter: str
+) -> tuple[ChatPrompt, PreparedBody]:
+    """Return the prompt of a chat with the parsers of its answer, and the prepared body.
+
+    Args:
+        context: The context of the application.
+        request: The HTTP request; pictures are encoded only while its client is connected.
+        body: The chat.
+        adapter: Name of the LoRA adapter; "": none.
+    """
+    prompt, asked, prepared = await context.session.compute(partial(_prepare, context.model, body, adapter))
+    if prepared is None:
+        prepared = await while_connected(request, _prepare_pictures(context, prompt, asked))
+    return prompt, prepared
 
 
 def _prepare(
@@ -87,7 +102,7 @@ async def _prepare_pictures(context: Context, prompt: ChatPrompt, asked: BodySet
     return await context.session.compute(lambda: prepare_body(model, asked, [prompt.text], ids, encoded))
 
 
-class _Message:
+class AnswerParser:
     """Parser of one choice's text into reasoning, content and tool calls.
 
     Args:
@@ -127,7 +142,7 @@ class _ChatWriter:
         self._prepared = prepared
         self._prompt = prompt
         self._envelope = envelope
-        self._messages: dict[int, _Message] = {}
+        self._messages: dict[int, AnswerParser] = {}
         self._thoughts: dict[int, ReasoningTokens] = {}
         prepared.usage.reasoning_tokens = self._num_thoughts = 0
 
@@ -218,7 +233,7 @@ class _ChatWriter:
         """Return the non-empty fields that the piece adds to the message, by OpenAI's names."""
         message = self._messages.get(piece.index)
         if message is None:
-            message = self._messages[piece.index] = _Message(
+            message = self._messages[piece.index] = AnswerParser(
                 self._prompt, only_one=not self._body.parallel_tool_calls
             )
         reasoning, delta = message.add(piece)

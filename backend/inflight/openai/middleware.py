@@ -15,7 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 
 from inflight.openai.errors import error_body
-from inflight.openai.request_ids import RequestIds
+from inflight.openai.request_ids import RequestIds, passage_of
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -37,7 +37,7 @@ def add_middleware(app: FastAPI, options: OpenAiOptions) -> None:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(options.cors_origins),
-            allow_methods=["GET", "POST", "OPTIONS"],
+            allow_methods=["GET", "POST", "DELETE", "OPTIONS"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id"],
         )
@@ -77,7 +77,10 @@ class ApiKeys:
             return False
         # Digests have equal lengths, and every key is compared, so that the time does not depend on the key.
         digest = _digest(key.strip().encode("latin-1"))
-        return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
+        is_known = sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
+        if is_known:
+            passage_of(scope).key = digest
+        return is_known
 
 
 class HeadAsGet:

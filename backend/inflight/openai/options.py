@@ -27,6 +27,8 @@ TOOL_CALL_PARSERS = ("auto", "none", *tool_format_table.TOOL_CALL_PARSERS)
 REASONING_PARSERS = ("auto", "none", *reasoning_formats.REASONING_PARSERS)
 
 MAX_BODY_BYTES = 16 << 20
+MAX_STORED_RESPONSES = 1000
+MAX_STORED_BYTES = 64 << 20
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SIZE = re.compile(r"(\d+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 
@@ -55,6 +57,8 @@ class OpenAiOptions:
         allowed_media_domains: Hosts from which pictures are read, in lower case; "*.HOST": all hosts below HOST.
         allowed_local_media_path: Folder of this machine from which pictures are read; None: none.
         max_pictures: Largest number of pictures in a prompt.
+        max_stored_responses: Largest number of responses of /v1/responses that are kept; 0: none.
+        max_stored_bytes: Largest size in bytes of the kept responses with their conversations.
     """
 
     host: str = "127.0.0.1"
@@ -74,6 +78,8 @@ class OpenAiOptions:
     allowed_media_domains: tuple[str, ...] = ()
     allowed_local_media_path: Path | None = None
     max_pictures: int = picture_options.MAX_PICTURES
+    max_stored_responses: int = MAX_STORED_RESPONSES
+    max_stored_bytes: int = MAX_STORED_BYTES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -148,6 +154,21 @@ def _add_listening_arguments(add: Callable[..., argparse.Action]) -> None:
         help="largest body of a request to /v1, in bytes, or with a unit such as 64M (default: 16M)",
     )
     add(
+        "--max-stored-responses",
+        metavar="N",
+        type=_number,
+        default=MAX_STORED_RESPONSES,
+        help="largest number of responses of /v1/responses that are kept in memory for previous_response_id; "
+        "the oldest are dropped, 0 keeps none (default: %(default)s)",
+    )
+    add(
+        "--max-stored-responses-size",
+        metavar="SIZE",
+        type=_size,
+        default=MAX_STORED_BYTES,
+        help="largest size of the kept responses with their conversations, as for --max-body-size (default: 64M)",
+    )
+    add(
         "--ssl-certfile",
         metavar="FILE",
         type=_file,
@@ -187,6 +208,8 @@ def read_arguments(
         allowed_media_domains=picture_options.allowed_domains(given),
         allowed_local_media_path=given.allowed_local_media_path,
         max_pictures=given.limit_mm_per_prompt,
+        max_stored_responses=given.max_stored_responses,
+        max_stored_bytes=given.max_stored_responses_size,
     )
 
 
@@ -207,6 +230,8 @@ def to_arguments(options: OpenAiOptions) -> list[str]:
         *(("--default-max-tokens", str(default)) if default is not None else ()),
         *(("--allowed-origins", json.dumps(origins)) if origins else ()),
         *("--max-body-size", str(options.max_body_bytes)),
+        *("--max-stored-responses", str(options.max_stored_responses)),
+        *("--max-stored-responses-size", str(options.max_stored_bytes)),
         *picture_options.to_arguments(
             options.allowed_media_domains, options.allowed_local_media_path, options.max_pictures
         ),
@@ -301,6 +326,12 @@ def _is_origin(origin: object) -> bool:
 def _count(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 1 << 31:
         raise argparse.ArgumentTypeError(f"expected a number of tokens of 1 or more, got {text!r}")
+    return int(text)
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 1 << 31:
+        raise argparse.ArgumentTypeError(f"expected a number of 0 or more, got {text!r}")
     return int(text)
 
 

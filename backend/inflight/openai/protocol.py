@@ -61,7 +61,7 @@ class Body(BaseModel):
 _OF_OTHER_ROUTES = {
     "messages": "/v1/chat/completions takes messages",
     "prompt": "/v1/completions takes a prompt, and a chat has messages",
-    "input": "/v1/completions takes a prompt, and /v1/chat/completions messages",
+    "input": "/v1/responses takes input; /v1/completions takes a prompt, and /v1/chat/completions messages",
 }
 
 

@@ -38,7 +38,8 @@ _NO_TRAINING = "this server trains and evaluates nothing"
 _ADAPTERS = "adapters are loaded by their first request, or by Triton's tensor lora_command"
 _NOT_SERVED = {
     "/v1/embeddings": "this server generates text and computes no embeddings",
-    "/v1/responses": "this server has no responses API: send the messages to /v1/chat/completions",
+    "/v1/responses/compact": "this server compacts no conversations: truncation auto drops their first turns",
+    "/v1/responses/input_tokens": "the usage of a response has its input_tokens; /tokenize counts messages",
     "/v1/messages": "this server has no messages API: send the messages to /v1/chat/completions",
     **dict.fromkeys(("/v1/audio", "/v1/images", "/v1/videos", "/v1/realtime"), _TEXT_ALONE),
     "/v1/moderations": "this server moderates nothing",

@@ -16,7 +16,7 @@ from inflight.openai.errors import describe_error
 from inflight.serving.engine_session import OutputStream
 
 _ENCODER = msgspec.json.Encoder()
-_DONE = b"data: [DONE]\n\n"
+DONE = b"data: [DONE]\n\n"
 _T = TypeVar("_T")
 
 
@@ -49,15 +49,21 @@ class EventStream(Response):
 
     Unlike Starlette's class, this one does not watch for the client's disconnection: `Watcher` does, from
     the start of the request.
+
+    Args:
+        events: The events, as bytes to send.
+        watcher: The request's watcher, which this response closes at its end.
+        end: Bytes to send after the last event.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], watcher: Watcher) -> None:
+    def __init__(self, events: AsyncIterator[bytes], watcher: Watcher, end: bytes = DONE) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._watcher = watcher
+        self._end = end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the headers and the events to the client, by ASGI."""
@@ -71,7 +77,7 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": last, "more_body": True})
         finally:
             self._watcher.close()
-        await send({"type": "http.response.body", "body": _DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": self._end, "more_body": False})
 
 
 class Watcher:

@@ -11,12 +11,16 @@ class HeldText:
 
     Args:
         drop_leading: Whether to drop leading white space.
+
+    Attributes:
+        num_shown: Number of characters that are ready or have been taken, without held white space.
     """
 
     def __init__(self, drop_leading: bool = False) -> None:
         self._drop_leading = drop_leading
         self._ready = ""
         self._space = ""
+        self.num_shown = 0
 
     def add(self, text: str) -> None:
         """Add the next part of the text; white space at its end is held back."""
@@ -28,6 +32,7 @@ class HeldText:
         shown = text.rstrip()
         if shown:
             self._ready += self._space + shown
+            self.num_shown += len(self._space) + len(shown)
             self._space = ""
         self._space += text[len(shown) :]
 

@@ -391,9 +391,8 @@ class ToolCallStream:
         self._nesting = Nesting()
         self._num_scanned = 0
         self._content.cut()
-        self._calls.append(
-            ToolCallDelta(self._num_calls, new_id(self._form.ids, name, self._num_calls), name, "")
-        )
+        call_id = new_id(self._form.ids, name, self._num_calls)
+        self._calls.append(ToolCallDelta(self._num_calls, call_id, name, "", self._content.num_shown))
         self._num_calls += 1
 
     def _add_arguments(self, text: str) -> None:

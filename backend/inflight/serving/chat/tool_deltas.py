@@ -19,12 +19,15 @@ class ToolCallDelta:
         id: The call's id in its first delta; "" in others.
         name: The function's name in the call's first delta; "" in others.
         arguments: New part of the arguments, as JSON text.
+        place: In the call's first delta, the number of characters of content before the call in the whole
+            text; 0 in others.
     """
 
     index: int
     id: str
     name: str
     arguments: str
+    place: int = 0
 
 
 @dataclass(frozen=True, slots=True)
