@@ -413,8 +413,8 @@ def test_a_grpc_error_that_contains_a_kinds_name_is_not_a_server_error() -> None
     [
         *(
             "v1/embeddings",
-            "v1/responses",
-            "v1/responses/r1/cancel",
+            "v1/responses/compact",
+            "v1/responses/input_tokens",
             "v1/messages",
             "v1/messages/count_tokens",
         ),

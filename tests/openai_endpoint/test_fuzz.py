@@ -72,6 +72,25 @@ VALID: dict[str, list[dict[str, Any]]] = {
             "chat_template_kwargs": {},
         },
     ],
+    "/v1/responses": [
+        {"input": "b", "instructions": "a", "max_output_tokens": 2, "metadata": {"a": "b"}, "stream": True},
+        {
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "q"}]},
+                {"type": "reasoning", "id": "r", "content": [{"type": "reasoning_text", "text": "t"}]},
+                {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"a": 1}'},
+                {"type": "function_call_output", "call_id": "1", "output": "c"},
+            ],
+            "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+            "tool_choice": "auto",
+            "reasoning": {"summary": "auto"},
+            "text": {"format": {"type": "text"}, "verbosity": "low"},
+            "include": ["message.output_text.logprobs"],
+            "top_logprobs": 1,
+            "truncation": "auto",
+            "max_output_tokens": 1,
+        },
+    ],
     "/tokenize": [
         {"prompt": "some text", "return_token_strs": True},
         {"messages": [{"role": "user", "content": "b"}], "add_generation_prompt": True},
@@ -169,7 +188,8 @@ def check_answer(status: int, answer: bytes, asked: bytes) -> None:
     """Assert that the answer is a success, or a client's error, short and in OpenAI's form."""
     assert status in (200, 400, 404, 501), (status, answer[:500], asked[:500])
     if status == 200:
-        assert answer.endswith(b"data: [DONE]\n\n") or json.loads(answer), asked[:500]
+        is_stream = answer.endswith(b"data: [DONE]\n\n") or answer.startswith(b"event: response.created\n")
+        assert is_stream or json.loads(answer), asked[:500]
         assert b'"server_error"' not in answer, (answer[-500:], asked[:500])
         return
     error = json.loads(answer)["error"]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from inflight.openai.answers import Piece
+from inflight.openai.answers import Piece, Usage
 from inflight.openai.bodies import body_as
 from inflight.openai.chat_prompts import ChatPrompt, read_chat
 from inflight.openai.context import Context, Envelope, answer_stream, answer_whole, context_of
@@ -33,7 +33,7 @@ async def create_chat_completion(body: Annotated[ChatBody, body_as(ChatBody)], r
     """Generate `n` answers to the messages."""
     context = context_of(request)
     adapter = await context.adapter_of(body.model)
-    prompt, prepared = await prepare_chat(context, request, body, adapter)
+    prompt, prepared = await prepare_chat(request, body, adapter, context.model.options.default_max_tokens)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     writer = _ChatWriter(body, prepared, prompt, Envelope.of("chatcmpl", kind, prepared, request))
     if body.stream:
@@ -43,24 +43,27 @@ async def create_chat_completion(body: Annotated[ChatBody, body_as(ChatBody)], r
 
 
 async def prepare_chat(
-    context: Context, request: Request, body: ChatBody, adapter: str
+    request: Request, body: ChatBody, adapter: str, default_max_tokens: int | None
 ) -> tuple[ChatPrompt, PreparedBody]:
-    """Return the prompt of a chat with the parsers of its answer, and the prepared body.
+    """Return a chat's prompt, and the prepared body. Errors name fields of the body.
 
     Args:
-        context: The context of the application.
-        request: The HTTP request; pictures are encoded only while its client is connected.
+        request: The HTTP request.
         body: The chat.
-        adapter: Name of the LoRA adapter; "": none.
+        adapter: Name of the LoRA adapter; "": the bare model.
+        default_max_tokens: Largest number of tokens to generate if the body has none, reduced to what fits;
+            None: as many as fit.
     """
-    prompt, asked, prepared = await context.session.compute(partial(_prepare, context.model, body, adapter))
+    context = context_of(request)
+    prepare = partial(_prepare, context.model, body, adapter, default_max_tokens)
+    prompt, asked, prepared = await context.session.compute(prepare)
     if prepared is None:
         prepared = await while_connected(request, _prepare_pictures(context, prompt, asked))
     return prompt, prepared
 
 
 def _prepare(
-    model: ServingModel, body: ChatBody, adapter: str
+    model: ServingModel, body: ChatBody, adapter: str, default_max_tokens: int | None
 ) -> tuple[ChatPrompt, BodySettings, PreparedBody | None]:
     """Return the prompt, the settings, and the prepared body unless the prompt has pictures to be encoded."""
     if body.top_logprobs and not body.logprobs:
@@ -77,7 +80,7 @@ def _prepare(
     asked = BodySettings(
         body,
         body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
-        model.options.default_max_tokens,
+        default_max_tokens,
         num_top=(body.top_logprobs or 0) if body.logprobs else None,
         num_prompt_top=body.prompt_logprobs,
         guide=chat.guide,
@@ -132,6 +135,34 @@ class AnswerParser:
         return reasoning, delta
 
 
+class ReasoningUsage:
+    """Counts the reasoning tokens of all choices in `usage.reasoning_tokens`.
+
+    Args:
+        prompt: The chat's prompt, with the name of the parser.
+        usage: The usage of the answer.
+    """
+
+    def __init__(self, prompt: ChatPrompt, usage: Usage) -> None:
+        self._prompt = prompt
+        self._usage = usage
+        self._choices: dict[int, ReasoningTokens] = {}
+        self._count = usage.reasoning_tokens = 0
+
+    def add(self, pieces: Sequence[Piece]) -> None:
+        """Count the pieces' reasoning tokens."""
+        prompt = self._prompt
+        if not prompt.reasoning_parser:
+            return
+        for piece in pieces:
+            tokens = self._choices.get(piece.index)
+            if tokens is None:
+                stream = reasoning_stream(prompt.reasoning_parser, prompt.starts_inside)
+                tokens = self._choices[piece.index] = ReasoningTokens(stream, prompt.token_bytes)
+            self._count += tokens.add(piece.token_ids)
+        self._usage.reasoning_tokens = self._count
+
+
 class _ChatWriter:
     """Writes one chat answer, whole or as a stream of chunks."""
 
@@ -143,13 +174,12 @@ class _ChatWriter:
         self._prompt = prompt
         self._envelope = envelope
         self._messages: dict[int, AnswerParser] = {}
-        self._thoughts: dict[int, ReasoningTokens] = {}
-        prepared.usage.reasoning_tokens = self._num_thoughts = 0
+        self._reasoning = ReasoningUsage(prompt, prepared.usage)
 
     def whole(self, pieces: list[Piece]) -> dict[str, Any]:
         """Return the `chat.completion` object of an answer that is not streamed."""
         body, prepared = self._body, self._prepared
-        self._count_reasoning(pieces)
+        self._reasoning.add(pieces)
         more: dict[str, Any] = {"usage": prepared.usage.as_json(), **prepared.receipt.of_answer(body)}
         if body.prompt_logprobs is not None and prepared.names is not None:
             first = pieces[0]
@@ -171,7 +201,7 @@ class _ChatWriter:
         prompt_ids = {"prompt_token_ids": self._prepared.prompt_ids(0)} if body.return_token_ids else {}
         async for some in pieces:
             if body.includes_usage:
-                self._count_reasoning(some)
+                self._reasoning.add(some)
             make = partial(self._events_of, some, usage.of_chunk(body), prompt_ids)
             if told := await made(make, grows_with_prompt=bool(prompt_ids)):
                 prompt_ids = {}  # only the stream's first chunk has them
@@ -216,18 +246,6 @@ class _ChatWriter:
         if body.return_token_ids:
             choice["token_ids"] = piece.token_ids
         return choice
-
-    def _count_reasoning(self, pieces: list[Piece]) -> None:
-        prompt = self._prompt
-        if not prompt.reasoning_parser:
-            return
-        for piece in pieces:
-            thoughts = self._thoughts.get(piece.index)
-            if thoughts is None:
-                stream = reasoning_stream(prompt.reasoning_parser, prompt.starts_inside)
-                thoughts = self._thoughts[piece.index] = ReasoningTokens(stream, prompt.token_bytes)
-            self._num_thoughts += thoughts.add(piece.token_ids)
-        self._prepared.usage.reasoning_tokens = self._num_thoughts
 
     def _said(self, piece: Piece) -> dict[str, Any]:
         """Return the non-empty fields that the piece adds to the message, by OpenAI's names."""

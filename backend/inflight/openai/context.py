@@ -19,7 +19,7 @@ from inflight.openai.pictures import ChatPictures
 from inflight.openai.prepared_body import PreparedBody
 from inflight.openai.request_ids import passage_of, request_id_of
 from inflight.openai.serving_model import ServingModel
-from inflight.openai.streaming import DONE, EventStream, Watcher, peeked
+from inflight.openai.streaming import EventStream, Watcher, peeked
 from inflight.serving.engine_session import EngineSession, OutputStream
 
 
@@ -114,7 +114,7 @@ async def answer_stream(
     request: Request,
     prepared: PreparedBody,
     events_of: Callable[[AsyncIterator[list[Piece]]], AsyncIterator[bytes]],
-    end: bytes = DONE,
+    response: type[EventStream] = EventStream,
 ) -> Response:
     """Return a streaming response.
 
@@ -122,15 +122,15 @@ async def answer_stream(
         context: The context of the application.
         request: The HTTP request.
         prepared: The prepared body.
-        events_of: Converts the pieces to the events to send.
-        end: Bytes to send after the last event.
+        events_of: Function that converts the pieces to the events that the response sends.
+        response: Class of the response.
     """
     stream = _open(context, request, prepared)
     watcher = Watcher(request, stream)
     try:
         await _start(request, stream)
         pieces = Pieces(prepared.asked, prepared.usage, prepared.receipt).read(stream)
-        return EventStream(await peeked(events_of(pieces)), watcher, end)
+        return response(await peeked(events_of(pieces)), watcher)
     except BaseException:  # any error is raised again after the stream is closed
         watcher.close()
         raise

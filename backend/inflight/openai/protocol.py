@@ -68,7 +68,7 @@ _OF_OTHER_ROUTES = {
 def _unknown(name: str, known: list[str]) -> ApiError:
     name = name[:100]
     near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else _OF_OTHER_ROUTES.get(name, "leave it out")
+    hint = _OF_OTHER_ROUTES.get(name) or (f"did you mean {near[0]}?" if near else "leave it out")
     return ApiError(f"unknown field {name}: it would be ignored; {hint}", 400, name, "unknown_parameter")
 
 

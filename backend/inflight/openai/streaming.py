@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 from fastapi import Request
@@ -16,13 +16,13 @@ from inflight.openai.errors import describe_error
 from inflight.serving.engine_session import OutputStream
 
 _ENCODER = msgspec.json.Encoder()
-DONE = b"data: [DONE]\n\n"
 _T = TypeVar("_T")
 
 
-def event(chunk: Any) -> bytes:
-    """Return one server-sent event with `chunk` as JSON."""
-    return b"data: " + _ENCODER.encode(chunk) + b"\n\n"
+def event(chunk: Any, name: str = "") -> bytes:
+    """Return one server-sent event with `chunk` as JSON, and with a name if `name` is given."""
+    named = f"event: {name}\n".encode() if name else b""
+    return named + b"data: " + _ENCODER.encode(chunk) + b"\n\n"
 
 
 async def made(make: Callable[[], bytes], grows_with_prompt: bool) -> bytes:
@@ -49,21 +49,17 @@ class EventStream(Response):
 
     Unlike Starlette's class, this one does not watch for the client's disconnection: `Watcher` does, from
     the start of the request.
-
-    Args:
-        events: The events, as bytes to send.
-        watcher: The request's watcher, which this response closes at its end.
-        end: Bytes to send after the last event.
     """
 
     media_type = "text/event-stream"
+    end: ClassVar[bytes] = b"data: [DONE]\n\n"
+    """The last bytes of every stream."""
 
-    def __init__(self, events: AsyncIterator[bytes], watcher: Watcher, end: bytes = DONE) -> None:
+    def __init__(self, events: AsyncIterator[bytes], watcher: Watcher) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._watcher = watcher
-        self._end = end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the headers and the events to the client, by ASGI."""
@@ -73,11 +69,15 @@ class EventStream(Response):
             async for events in self._events:
                 await send({"type": "http.response.body", "body": events, "more_body": True})
         except Exception as error:  # the status has been sent, so the error is sent as an event
-            last = event(describe_error(error)[1])
+            last = self.error_event(error)
             await send({"type": "http.response.body", "body": last, "more_body": True})
         finally:
             self._watcher.close()
-        await send({"type": "http.response.body", "body": self._end, "more_body": False})
+        await send({"type": "http.response.body", "body": self.end, "more_body": False})
+
+    def error_event(self, error: Exception) -> bytes:
+        """Return the event that reports an error."""
+        return event(describe_error(error)[1])
 
 
 class Watcher:

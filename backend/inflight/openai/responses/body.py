@@ -226,7 +226,8 @@ def _format(text: TextOptions | None) -> dict[str, Any] | None:
     if given is None or given.get("type") != "json_schema":
         return given
     if not isinstance(schema := given.get("schema"), dict | bool):
-        raise invalid("text", f"text.format.schema is {str(schema)[:80]!r}, expected a JSON schema")
+        shown = "missing" if schema is None else repr(schema)[:80]
+        raise invalid("text", f"text.format.schema is {shown}, expected a JSON schema")
     return {
         "type": "json_schema",
         "json_schema": {key: value for key, value in given.items() if key != "type" and value is not None},

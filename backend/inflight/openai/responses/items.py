@@ -46,7 +46,7 @@ def _named(item: Item, name: str) -> Item:
         named["status"] = item.get("status") or "completed"
         if isinstance(text := item.get("content"), str):
             is_own = item.get("role") == "assistant"
-            part = {"type": "output_text", "text": text, "annotations": []}
+            part: Item = {"type": "output_text", "text": text, "annotations": []}
             named["content"] = [part if is_own else {"type": "input_text", "text": text}]
     return named
 
@@ -108,7 +108,7 @@ def _function_call_output(item: Item, name: str) -> dict[str, Any]:
 
 def _reasoning(item: Item, name: str) -> dict[str, Any]:
     """Return a message with the reasoning's text, or the summary if there is no text."""
-    parts = item.get("content") or item.get("summary") or []
+    parts: Any = item.get("content") or item.get("summary") or []
     if not isinstance(parts, list):
         raise invalid("input", f"{name}.content is {_shown(parts)}, expected a list of parts")
     texts: list[str] = []

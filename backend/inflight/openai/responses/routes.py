@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Annotated
@@ -34,7 +34,7 @@ from inflight.openai.responses.body import (
 from inflight.openai.responses.items import named_items
 from inflight.openai.responses.store import KeptResponse, KeptResponses
 from inflight.openai.responses.writer import ResponseWriter
-from inflight.openai.streaming import JsonAnswer
+from inflight.openai.streaming import EventStream, JsonAnswer
 
 router = APIRouter()
 _MAX_LISTED = 100
@@ -60,7 +60,7 @@ async def create_response(body: Annotated[ResponseBody, body_as(ResponseBody)], 
         try:
             if body.stream:
                 events_of = partial(_events, writer, keeper)
-                return await answer_stream(context, running.request, prepared, events_of, end=b"")
+                return await answer_stream(context, running.request, prepared, events_of, _ResponseEvents)
             return await _whole(context, writer, prepared, keeper, running)
         except BaseException:  # no answer has begun, so there is nothing to keep
             kept.delete(owner, response_id)
@@ -126,6 +126,12 @@ async def delete_response(response_id: str, request: Request) -> Response:
     _find(request, response_id)
     _kept(request).delete(_owner(request), response_id)
     return JsonAnswer({"id": response_id, "object": "response", "deleted": True})
+
+
+class _ResponseEvents(EventStream):
+    """The stream of a response, which ends with the event about its end."""
+
+    end = b""
 
 
 class _Running:
@@ -245,6 +251,7 @@ async def _prepare(
     context: Context, request: Request, body: ResponseBody, chat: ChatOfResponse, adapter: str
 ) -> tuple[ChatOfResponse, ChatPrompt, PreparedBody]:
     """Prepare the chat, without as many of its first turns as `truncation: auto` must drop to make it fit."""
+    default = context.model.options.default_max_tokens
     turns = later_turns(chat) if body.truncation == "auto" else []
     found: tuple[ChatOfResponse, ChatPrompt, PreparedBody] | None = None
     low = place = 0
@@ -252,7 +259,7 @@ async def _prepare(
     while low < high:
         some = shortened(chat, turns[place - 1]) if place else chat
         try:
-            found = some, *await prepare_chat(context, request, some.body, adapter)
+            found = some, *await prepare_chat(request, some.body, adapter, default)
             high = place
         except (ApiError, TooLong) as error:
             is_too_long = isinstance(error, TooLong) or error.error_code == CONTEXT_LENGTH_EXCEEDED
@@ -265,7 +272,7 @@ async def _prepare(
 
 
 @contextmanager
-def _in_fields_of(chat: ChatOfResponse) -> Iterator[None]:
+def _in_fields_of(chat: ChatOfResponse) -> Generator[None]:
     """Convert errors that name fields of the chat to errors that name the response's."""
     try:
         yield

@@ -12,21 +12,18 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from inflight.errors import Cancelled
 from inflight.openai.answers import Piece
-from inflight.openai.chat_completions import AnswerParser
+from inflight.openai.chat_completions import AnswerParser, ReasoningUsage
 from inflight.openai.chat_prompts import ChatPrompt
 from inflight.openai.errors import describe_error
 from inflight.openai.log_probs import chat_log_probs
 from inflight.openai.prepared_body import PreparedBody
 from inflight.openai.protocol import ChatBody
 from inflight.openai.responses.items import new_item_id
-from inflight.serving.chat.reasoning import ReasoningTokens, reasoning_stream
+from inflight.openai.streaming import event
 from inflight.serving.chat.tool_deltas import ChatDelta, ToolCallDelta
 
-_ENCODER = msgspec.json.Encoder()
 _LAST_EVENTS = {
     "completed": "response.completed",
     "failed": "response.failed",
@@ -73,7 +70,7 @@ class _OpenItem:
         if self.call is not None:
             return {**item, "call_id": self.call.id, "name": self.call.name, "arguments": self.text}
         content = [self.part()] if with_part else []
-        own = {"summary": []} if self.kind == "reasoning" else {"role": "assistant"}
+        own: dict[str, Any] = {"summary": []} if self.kind == "reasoning" else {"role": "assistant"}
         return {**item, **own, "content": content}
 
 
@@ -90,6 +87,7 @@ class _TextLogProbs:
         self._order = _Order()
         self._undecided: list[tuple[dict[str, Any] | None, str]] = []  # (log probs, text) of each token
         self._is_in_message = False
+        self._is_behind_mark = False  # whether marks may come before the next content
         self.of_messages: list[list[dict[str, Any]]] = []
 
     def add(self, piece: Piece) -> None:
@@ -109,19 +107,26 @@ class _TextLogProbs:
     def _add(self, piece: Piece) -> None:
         reasoning, delta = self._parser.add(piece)
         if reasoning:
-            del self._undecided[:-1]  # the last token may also have the beginning of the message
+            self._drop()
         for part in self._order.sorted(delta):
             if isinstance(part, str):
                 if not self._is_in_message:
                     self.of_messages.append([])
                 self.of_messages[-1] += self._take(part)
             else:
-                del self._undecided[:-1]
+                self._drop()
             self._is_in_message = isinstance(part, str)
+
+    def _drop(self) -> None:
+        """Forget the undecided tokens except the last, which may also have the beginning of a message."""
+        del self._undecided[:-1]
+        self._is_behind_mark = True
 
     def _take(self, content: str) -> list[dict[str, Any]]:
         """Return the log probs of the undecided tokens that make this content; forget those before it."""
-        start = max("".join(text for _, text in self._undecided).rfind(content), 0)
+        shown = "".join(text for _, text in self._undecided)
+        start = max(shown.rfind(content), 0) if self._is_behind_mark else 0
+        self._is_behind_mark = False
         end, offset = start + len(content), 0
         taken: list[dict[str, Any]] = []
         rest: list[tuple[dict[str, Any] | None, str]] = []
@@ -147,7 +152,7 @@ class _Order:
         """Yield the parts of the next delta: texts and calls."""
         content = delta.content
         for call in delta.tool_calls:
-            num_before = call.place - self._num_content if call.id else 0
+            num_before = call.offset - self._num_content if call.id else 0
             if num_before > 0:
                 yield content[:num_before]
                 content = content[num_before:]
@@ -189,11 +194,7 @@ class ResponseWriter:
         self._echoed = echoed
         self._parser = AnswerParser(prompt, only_one=not body.parallel_tool_calls)
         self._order = _Order()
-        self._thoughts: ReasoningTokens | None = None
-        if prompt.reasoning_parser:
-            stream = reasoning_stream(prompt.reasoning_parser, prompt.starts_inside)
-            self._thoughts = ReasoningTokens(stream, prompt.token_bytes)
-        prepared.usage.reasoning_tokens = self._num_thoughts = 0
+        self._reasoning = ReasoningUsage(prompt, prepared.usage)
         self._log_probs = _TextLogProbs(body, prompt, prepared) if body.logprobs else None
         self._num_messages = 0
         self._open: _OpenItem | None = None
@@ -223,9 +224,7 @@ class ResponseWriter:
         if self.status != "in_progress":
             return
         self._begin()
-        if self._thoughts is not None:
-            self._num_thoughts += self._thoughts.add(piece.token_ids)
-            self._prepared.usage.reasoning_tokens = self._num_thoughts
+        self._reasoning.add([piece])
         if self._log_probs is not None:
             self._log_probs.add(piece)
         self._add_parts(piece)
@@ -343,8 +342,7 @@ class ResponseWriter:
 
     def _emit(self, name: str, **fields: Any) -> None:
         if self._body.stream:
-            told = {"type": name, "sequence_number": self._num_events, **fields}
-            self._events.append(b"event: " + name.encode() + b"\ndata: " + _ENCODER.encode(told) + b"\n\n")
+            self._events.append(event({"type": name, "sequence_number": self._num_events, **fields}, name))
         self._num_events += 1
 
     def _take_events(self) -> bytes:

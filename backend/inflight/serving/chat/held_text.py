@@ -13,14 +13,14 @@ class HeldText:
         drop_leading: Whether to drop leading white space.
 
     Attributes:
-        num_shown: Number of characters that are ready or have been taken, without held white space.
+        length: Number of characters that have become ready so far, taken ones included.
     """
 
     def __init__(self, drop_leading: bool = False) -> None:
         self._drop_leading = drop_leading
         self._ready = ""
         self._space = ""
-        self.num_shown = 0
+        self.length = 0
 
     def add(self, text: str) -> None:
         """Add the next part of the text; white space at its end is held back."""
@@ -32,7 +32,7 @@ class HeldText:
         shown = text.rstrip()
         if shown:
             self._ready += self._space + shown
-            self.num_shown += len(self._space) + len(shown)
+            self.length += len(self._space) + len(shown)
             self._space = ""
         self._space += text[len(shown) :]
 

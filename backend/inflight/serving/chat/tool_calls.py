@@ -392,7 +392,7 @@ class ToolCallStream:
         self._num_scanned = 0
         self._content.cut()
         call_id = new_id(self._form.ids, name, self._num_calls)
-        self._calls.append(ToolCallDelta(self._num_calls, call_id, name, "", self._content.num_shown))
+        self._calls.append(ToolCallDelta(self._num_calls, call_id, name, "", self._content.length))
         self._num_calls += 1
 
     def _add_arguments(self, text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from inflight.serving.chat.tool_formats import Ids
 
@@ -19,15 +19,14 @@ class ToolCallDelta:
         id: The call's id in its first delta; "" in others.
         name: The function's name in the call's first delta; "" in others.
         arguments: New part of the arguments, as JSON text.
-        place: In the call's first delta, the number of characters of content before the call in the whole
-            text; 0 in others.
+        offset: Number of characters of the text's content before the call; in the call's first delta.
     """
 
     index: int
     id: str
     name: str
     arguments: str
-    place: int = 0
+    offset: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
