@@ -592,3 +592,17 @@ def test_an_empty_answer_is_an_empty_message(tmp_path: Path) -> None:
         assert response.output_text == ""
         last: Any = list(client.responses.create(model="demo", input="x", stream=True))[-1]
         assert last.response.output_text == "" and len(last.response.output) == 1
+
+
+def test_errors_about_pictures_name_the_item(tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text(WITH_PICTURES, encoding="utf-8")
+    part = {"type": "input_image", "image_url": "https://elsewhere.example/a.png"}
+    items = [{"role": "user", "content": "see"}, {"role": "user", "content": [part]}]
+    with served(
+        cast(EngineClient, make_engine("yes")), picture_encoder=FakeEncoder(), chat_template=file
+    ) as url:
+        answer = httpx.post(f"{url}/v1/responses", json={"input": items})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "input")
+    assert error["message"].startswith("input[1].content[0].image_url ")

@@ -94,7 +94,7 @@ class ResponseBody(Body, BodyControls):
     prompt_cache_key: str | None = None
     seed: int | None = None
     stop: str | _Texts = Field(default_factory=list)
-    stop_token_ids: list[int] = Field(default_factory=list[int])
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] = Field(default_factory=list[int])
     ignore_eos: bool = False
     priority: int = 0
     cache_salt: str | None = None
@@ -140,7 +140,6 @@ _WORDS = {
     **_FIELDS,
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
-    "image_url": "input_image",
 }
 
 
@@ -150,6 +149,7 @@ def _in_fields(text: str, places: Sequence[str]) -> str:
         lambda found: places[int(found[1])] if int(found[1]) < len(places) else found[0],
         text,
     )
+    text = text.replace(".image_url.url", ".image_url").replace("'image_url'", "'input_image'")
     text = re.sub(r"(tools\[\d+\]|tool_choice)\.function\.", r"\1.", text)
     return re.sub(rf"\b({'|'.join(_WORDS)})\b", lambda found: _WORDS[found[0]], text)
 

@@ -65,10 +65,10 @@ def read_messages(items: Sequence[Item], names: Sequence[str]) -> tuple[list[dic
     places: list[str] = []
     for item, name in zip(items, names, strict=True):
         message = _READERS[item["type"]](item, name)
-        last = messages[-1] if messages else {}
+        last: dict[str, Any] = messages[-1] if messages else {}
         if message["role"] == last.get("role") == "assistant" and _continues(last, message):
-            last["tool_calls"] = [*last.get("tool_calls", ()), *message.pop("tool_calls", ())]
-            last.update(message)
+            calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
+            last.update(message, **({"tool_calls": calls} if calls else {}))
         else:
             messages.append(message)
             places.append(name)

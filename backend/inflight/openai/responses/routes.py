@@ -116,7 +116,7 @@ async def cancel_response(response_id: str, request: Request) -> Response:
         found = _find(request, response_id)
     status = msgspec.json.decode(found.response)["status"]
     if status != "cancelled":
-        raise ApiError(f"response {response_id!r} has status {status}, expected a response in progress", 400)
+        raise ApiError(f"response {response_id!r} has status {status}: its answer has been generated", 400)
     return Response(found.response, media_type="application/json")
 
 

@@ -74,6 +74,7 @@ class KeptResponses:
         return old
 
     def _put(self, key: _Key, kept: KeptResponse) -> None:
+        self.delete(*key)
         self._kept[key] = kept
         self.num_bytes += kept.num_bytes
         while len(self._kept) > self._max_number or self.num_bytes > self._max_bytes:
