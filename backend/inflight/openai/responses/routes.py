@@ -49,12 +49,12 @@ async def create_response(body: Annotated[ResponseBody, body_as(ResponseBody)], 
     adapter = await context.adapter_of(body.model)
     before = _conversation(kept, owner, body.previous_response_id)
     chat, own = await context.session.compute(partial(_read, body, before))
-    running = _Running(request)
+    running = _CancellableRequest(request)
     with _in_fields_of(chat):
         chat, prompt, prepared = await _prepare(context, running.request, body, chat, adapter)
         response_id = f"resp_{secrets.token_hex(24)}"
         writer = ResponseWriter(response_id, chat.body, prompt, prepared, echoed(body))
-        keeper = _Keeper(kept, owner, writer, running)
+        keeper = _ResponseKeeper(kept, owner, writer, running)
         if body.store:
             keeper.begin([*before, *own])
         try:
@@ -134,7 +134,7 @@ class _ResponseEvents(EventStream):
     end = b""
 
 
-class _Running:
+class _CancellableRequest:
     """A request that another request can cancel: it then looks as if its client had disconnected.
 
     Attributes:
@@ -166,14 +166,16 @@ class _Running:
             cancelled.cancel()
 
 
-class _Keeper:
+class _ResponseKeeper:
     """Keeps one response in the store while it is in progress and after its end.
 
     Attributes:
         is_whole: Whether all of the answer has been generated, so that it can no longer be cancelled.
     """
 
-    def __init__(self, kept: KeptResponses, owner: bytes, writer: ResponseWriter, running: _Running) -> None:
+    def __init__(
+        self, kept: KeptResponses, owner: bytes, writer: ResponseWriter, running: _CancellableRequest
+    ) -> None:
         self._kept = kept
         self._owner = owner
         self._writer = writer
@@ -200,7 +202,7 @@ class _Keeper:
 
 
 async def _events(
-    writer: ResponseWriter, keeper: _Keeper, pieces: AsyncIterator[list[Piece]]
+    writer: ResponseWriter, keeper: _ResponseKeeper, pieces: AsyncIterator[list[Piece]]
 ) -> AsyncIterator[bytes]:
     """Yield the events of a stream; before the last one the response is kept, so that a client can read it."""
     try:
@@ -214,7 +216,11 @@ async def _events(
 
 
 async def _whole(
-    context: Context, writer: ResponseWriter, prepared: PreparedBody, keeper: _Keeper, running: _Running
+    context: Context,
+    writer: ResponseWriter,
+    prepared: PreparedBody,
+    keeper: _ResponseKeeper,
+    running: _CancellableRequest,
 ) -> Response:
     try:
         pieces = await answer_whole(context, running.request, prepared)

@@ -84,7 +84,7 @@ class _TextLogProbs:
         self._num_top = body.top_logprobs or 0
         self._prepared = prepared
         self._parser = AnswerParser(prompt, only_one=not body.parallel_tool_calls)
-        self._order = _Order()
+        self._order = _TextOrder()
         self._undecided: list[tuple[dict[str, Any] | None, str]] = []  # (log probs, text) of each token
         self._is_in_message = False
         self._is_behind_mark = False  # whether marks may come before the next content
@@ -142,7 +142,7 @@ class _TextLogProbs:
         return taken
 
 
-class _Order:
+class _TextOrder:
     """Brings the content and the calls of an answer's deltas into the order of the answer's text."""
 
     def __init__(self) -> None:
@@ -193,7 +193,7 @@ class ResponseWriter:
         self._prepared = prepared
         self._echoed = echoed
         self._parser = AnswerParser(prompt, only_one=not body.parallel_tool_calls)
-        self._order = _Order()
+        self._order = _TextOrder()
         self._reasoning = ReasoningUsage(prompt, prepared.usage)
         self._log_probs = _TextLogProbs(body, prompt, prepared) if body.logprobs else None
         self._num_messages = 0
