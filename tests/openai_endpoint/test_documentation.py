@@ -1,4 +1,4 @@
-"""docs/openai.md names every field, refused ones included."""
+"""The pages about /v1 name every field, refused ones included; the program in the Responses page runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from inflight.core.request.sampling_config import CONTROLS
 from inflight.openai.messages.protocol import MessagesBody, MessagesOutput, MessagesThinking
 from inflight.openai.protocol import (
     Body,
@@ -18,8 +19,11 @@ from inflight.openai.protocol import (
     StreamOptions,
     StructuredOutputs,
 )
+from inflight.openai.responses.body import ReasoningOptions, ResponseBody, TextOptions
+from tests.openai_endpoint.serving import fake_engine, served
 
-PAGE = Path(__file__).parents[2] / "docs" / "openai.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, RESPONSES = DOCS / "openai.md", DOCS / "openai-responses.md"
 
 
 _BODIES = [
@@ -45,3 +49,16 @@ def test_every_field_is_on_the_page(body: type[Body]) -> None:
     }
     fields = {field.alias or name for name, field in body.model_fields.items()}
     assert fields | set(body.not_served) <= named
+
+
+@pytest.mark.parametrize("body", [ResponseBody, ReasoningOptions, TextOptions])
+def test_every_field_of_a_response_is_on_its_page(body: type[Body]) -> None:
+    named = set(re.findall(r"`([a-z_]+)`", RESPONSES.read_text(encoding="utf-8"))) | {"model"}
+    controls = {control.body.name for control in CONTROLS.values() if control.body}  # on the other page
+    assert (set(body.model_fields) - controls) | set(body.not_served) <= named
+
+
+def test_the_program_of_the_responses_page_runs(template: Path) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", RESPONSES.read_text(encoding="utf-8"), re.DOTALL)
+    with fake_engine() as engine, served(engine, chat_template=template) as url:
+        exec(block.replace("http://localhost:9000", url), {})

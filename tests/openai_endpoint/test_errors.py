@@ -412,8 +412,8 @@ def test_a_grpc_error_that_contains_a_kinds_name_is_not_a_server_error() -> None
     "route",
     [
         *(
-            "v1/responses",
-            "v1/responses/r1/cancel",
+            "v1/responses/compact",
+            "v1/responses/input_tokens",
         ),
         *("v1/audio/speech", "v1/images/generations", "v1/videos", "v1/realtime/sessions", "v1/moderations"),
         *("v1/files", "v1/files/f1/content", "v1/uploads/u1/parts", "v1/batches", "v1/batches/b1/cancel"),

@@ -25,6 +25,8 @@ from inflight.openai.middleware import add_middleware
 from inflight.openai.options import OpenAiOptions
 from inflight.openai.pictures import ChatPictures, PicturesEncoder
 from inflight.openai.playground.routes import playground_router
+from inflight.openai.responses.routes import router as responses_router
+from inflight.openai.responses.store import KeptResponses
 from inflight.openai.serving_model import ServingModel
 from inflight.serving.engine_session import EngineSession
 
@@ -58,8 +60,9 @@ def create_app(
     app = FastAPI(title="inflight", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.context = context
     app.state.bodies = BodyReader(session, options.max_body_bytes)
+    app.state.responses = KeptResponses(options.max_stored_responses, options.max_stored_bytes)
     modules = (models, completions, chat_completions, messages, embeddings, rerank, tokenize, server_routes)
-    routers = (*(module.router for module in modules), playground_router)
+    routers = (*(module.router for module in modules), responses_router, playground_router)
     for router in routers:
         app.include_router(router)
     add_middleware(app, options)

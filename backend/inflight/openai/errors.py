@@ -241,6 +241,7 @@ _KINDS = {
     "literal['never']": '"never"',
     "dict[str,any]": "an object",
     "list[str]": "a list of texts",
+    "list[dict[str,any]]": "a list of objects",
     "list[constrained-int]": "a list of token ids",
     "list[list[constrained-int]]": "a list of such lists",
 }

@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 
 from inflight.openai.errors import error_body, refusal
-from inflight.openai.request_ids import RequestIds
+from inflight.openai.request_ids import RequestIds, passage_of
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -36,7 +36,7 @@ def add_middleware(app: FastAPI, options: OpenAiOptions) -> None:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(options.cors_origins),
-            allow_methods=["GET", "POST", "OPTIONS"],
+            allow_methods=["GET", "POST", "DELETE", "OPTIONS"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id"],
         )
@@ -72,7 +72,10 @@ class ApiKeys:
         given = [key] * (scheme.lower() == "bearer") + headers.getlist("x-api-key")[:1]
         # Digests have equal lengths, and every key is compared, so that the time does not depend on the key.
         digests = [_digest(key.strip().encode("latin-1")) for key in given]
-        return sum(hmac.compare_digest(digest, known) for digest in digests for known in self._digests) > 0
+        known = [each for each in digests for one in self._digests if hmac.compare_digest(each, one)]
+        if known:
+            passage_of(scope).key = known[0]
+        return bool(known)
 
 
 class HeadAsGet:

@@ -28,6 +28,8 @@ TOOL_CALL_PARSERS = ("auto", "none", *tool_format_table.TOOL_CALL_PARSERS)
 REASONING_PARSERS = ("auto", "none", *reasoning_formats.REASONING_PARSERS)
 
 MAX_BODY_BYTES = 16 << 20
+MAX_STORED_RESPONSES = 1000
+MAX_STORED_BYTES = 64 << 20
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SIZE = re.compile(r"(\d+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 
@@ -58,6 +60,8 @@ class OpenAiOptions:
         max_pictures: Largest number of pictures in a prompt.
         convert: One of CONVERSIONS: whether the model embeds texts or scores pairs of them instead of generating
             text.
+        max_stored_responses: Largest number of responses of /v1/responses that are kept; 0: none.
+        max_stored_bytes: Largest size in bytes of the kept responses with their conversations.
     """
 
     host: str = "127.0.0.1"
@@ -78,6 +82,8 @@ class OpenAiOptions:
     allowed_local_media_path: Path | None = None
     max_pictures: int = picture_options.MAX_PICTURES
     convert: str = "auto"
+    max_stored_responses: int = MAX_STORED_RESPONSES
+    max_stored_bytes: int = MAX_STORED_BYTES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -160,6 +166,21 @@ def _add_listening_arguments(add: Callable[..., argparse.Action]) -> None:
         help="largest body of a request to /v1, in bytes, or with a unit such as 64M (default: 16M)",
     )
     add(
+        "--max-stored-responses",
+        metavar="N",
+        type=_number,
+        default=MAX_STORED_RESPONSES,
+        help="largest number of responses of /v1/responses that are kept in memory for previous_response_id; "
+        "the oldest are dropped, 0 keeps none (default: %(default)s)",
+    )
+    add(
+        "--max-stored-responses-size",
+        metavar="SIZE",
+        type=_size,
+        default=MAX_STORED_BYTES,
+        help="largest size of the kept responses with their conversations, as for --max-body-size (default: 64M)",
+    )
+    add(
         "--ssl-certfile",
         metavar="FILE",
         type=_file,
@@ -200,6 +221,8 @@ def read_arguments(
         allowed_local_media_path=given.allowed_local_media_path,
         max_pictures=given.limit_mm_per_prompt,
         convert=given.convert,
+        max_stored_responses=given.max_stored_responses,
+        max_stored_bytes=given.max_stored_responses_size,
     )
 
 
@@ -221,6 +244,8 @@ def to_arguments(options: OpenAiOptions) -> list[str]:
         *(("--default-max-tokens", str(default)) if default is not None else ()),
         *(("--allowed-origins", json.dumps(origins)) if origins else ()),
         *("--max-body-size", str(options.max_body_bytes)),
+        *("--max-stored-responses", str(options.max_stored_responses)),
+        *("--max-stored-responses-size", str(options.max_stored_bytes)),
         *picture_options.to_arguments(
             options.allowed_media_domains, options.allowed_local_media_path, options.max_pictures
         ),
@@ -315,6 +340,12 @@ def _is_origin(origin: object) -> bool:
 def _count(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 1 << 31:
         raise argparse.ArgumentTypeError(f"expected a number of tokens of 1 or more, got {text!r}")
+    return int(text)
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 1 << 31:
+        raise argparse.ArgumentTypeError(f"expected a number of 0 or more, got {text!r}")
     return int(text)
 
 

@@ -61,14 +61,15 @@ class Body(BaseModel):
 _OF_OTHER_ROUTES = {
     "messages": "/v1/chat/completions takes messages",
     "prompt": "/v1/completions takes a prompt, and a chat has messages",
-    "input": "/v1/completions takes a prompt, /v1/chat/completions messages, and /v1/embeddings an input",
+    "input": "/v1/responses and /v1/embeddings take input; /v1/completions takes a prompt, and "
+    "/v1/chat/completions messages",
 }
 
 
 def _unknown(name: str, known: list[str]) -> ApiError:
     name = name[:100]
     near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else _OF_OTHER_ROUTES.get(name, "leave it out")
+    hint = _OF_OTHER_ROUTES.get(name) or (f"did you mean {near[0]}?" if near else "leave it out")
     return ApiError(f"unknown field {name}: it would be ignored; {hint}", 400, name, "unknown_parameter")
 
 

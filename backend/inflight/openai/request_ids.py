@@ -40,10 +40,12 @@ class Passage:
     Attributes:
         origin: The front end, request id and address that the access line names.
         reaches_engine: Whether the request was passed to the engine, whose client then writes its access line.
+        key: Digest of the API key that the request has; empty if the server needs none.
     """
 
     origin: Origin
     reaches_engine: bool = False
+    key: bytes = b""
 
 
 def passage_of(scope: Scope) -> Passage:

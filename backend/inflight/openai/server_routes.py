@@ -36,8 +36,9 @@ _NO_AGENTS = (
 _NO_TRAINING = "this server trains and evaluates nothing"
 _ADAPTERS = "adapters are loaded by their first request, or by Triton's tensor lora_command"
 _NOT_SERVED = {
-    "/v1/responses": "this server has no responses API: send the messages to /v1/chat/completions",
     "/v1/messages/batches": _NO_FILES,
+    "/v1/responses/compact": "this server compacts no conversations: truncation auto drops their first turns",
+    "/v1/responses/input_tokens": "the usage of a response has its input_tokens; /tokenize counts messages",
     **dict.fromkeys(("/v1/audio", "/v1/images", "/v1/videos", "/v1/realtime"), _TEXT_ALONE),
     "/v1/moderations": "this server moderates nothing",
     "/classify": "this server has no classes: /v1/rerank and /v1/score are for models that score pairs of texts",
