@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.core.request.response import TopLogProbs
@@ -158,7 +158,6 @@ def test_events_do_not_depend_on_how_the_text_is_cut(
 def test_log_probs_do_not_depend_on_how_the_tokens_are_cut(
     answer: str, places: list[int], reason: str
 ) -> None:
-    assume("<<" not in answer)  # behind a mark, such a token is not known to be content or a new mark
     ids = TOKENIZER.encode(answer, add_special_tokens=False)
     fields = {"logprobs": True, "top_logprobs": 1}
 
@@ -173,7 +172,8 @@ def test_log_probs_do_not_depend_on_how_the_tokens_are_cut(
         if item["type"] == "message":
             (part,) = item["content"]
             tokens = b"".join(bytes(entry["bytes"]) for entry in part["logprobs"]).decode()
-            assert part["text"] in tokens  # a token at an end may also belong to a mark
+            if "<" not in part["text"]:  # else the beginning of the text is not told from that of a mark
+                assert part["text"] in tokens  # a token at an end may also belong to a mark
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ class _TextLogProbs:
         self._order = _TextOrder()
         self._undecided: list[tuple[dict[str, Any] | None, str]] = []  # (log probs, text) of each token
         self._is_in_message = False
-        self._is_behind_mark = False  # whether marks may come before the next content
+        self._is_behind_mark = bool(prompt.reasoning_parser)  # whether marks may precede the next content
         self.of_messages: list[list[dict[str, Any]]] = []
 
     def add(self, piece: Piece) -> None:
@@ -123,7 +123,10 @@ class _TextLogProbs:
         self._is_behind_mark = True
 
     def _take(self, content: str) -> list[dict[str, Any]]:
-        """Return the log probs of the undecided tokens that make this content; forget those before it."""
+        """Return the log probs of the undecided tokens that make this content; forget those before it.
+
+        Behind a mark, a content that repeats the first characters of a mark may lose one of its first tokens.
+        """
         shown = "".join(text for _, text in self._undecided)
         start = max(shown.rfind(content), 0) if self._is_behind_mark else 0
         self._is_behind_mark = False
