@@ -198,7 +198,7 @@ def test_neutral_values_of_unserved_fields_are_accepted(fake_url: str) -> None:
 
 @pytest.mark.parametrize(
     ("method", "route", "status"),
-    [("POST", "/v1/responses", 501), ("POST", "/v1/nothing", 404), ("GET", "/v1/completions", 405)],
+    [("POST", "/v1/files", 501), ("POST", "/v1/nothing", 404), ("GET", "/v1/completions", 405)],
 )
 def test_unserved_routes_are_refused(fake_url: str, method: str, route: str, status: int) -> None:
     answer = httpx.request(method, fake_url + route, json={"input": "x"} if method == "POST" else None)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 HEADER = "x-request-id"
 _MAX_CHARACTERS = 256
 _SCOPE_KEY = "inflight.passage"
+_CHATS = ("/v1/chat", "/v1/messages", "/v1/responses")
 
 
 def request_id_of(request: Request) -> str:
@@ -115,7 +116,7 @@ def _origin(scope: Scope, request_id: str) -> Origin:
         request_id,
         client=_address(scope),
         received_ns=time.monotonic_ns(),
-        operation="chat" if "chat" in scope["path"] else "text_completion",
+        operation="chat" if scope.get("path", "").startswith(_CHATS) else "text_completion",
         traceparent=Headers(scope=scope).get("traceparent", ""),
     )
 
