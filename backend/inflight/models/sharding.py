@@ -237,6 +237,11 @@ class Part:
 def _check_stages(mapping: Mapping, decoder: DecoderConfig) -> None:
     """Raise ConfigError if a stage needs something that only another stage has."""
     size = f"pipeline_parallel_size is {mapping.pp_size}, expected 1: "
+    if mapping.pp_size > 1 and decoder.has_draft_head:
+        raise ConfigError(
+            f"{size}speculative_decoding_mode is mtp, and the draft head, of the last stage, needs the embedding, "
+            "which only the first one has"
+        )
     if mapping.pp_size > 1 and decoder.layer_inputs is not None:
         raise ConfigError(
             f"{size}the model has per-layer embeddings (hidden_size_per_layer_input), which are made from the "
