@@ -102,6 +102,7 @@ def make_drafting_model(folder: Path, case: str, agrees: bool = False) -> Drafti
     others["projection"] = 0.2 * torch.randn(width, 2 * width)
     if agrees:
         others["projection"] = torch.cat([torch.eye(width), torch.zeros(width, width)], dim=1)
+        others["embedding_norm"] = torch.full((width,), 1 + offset)
         others["final_norm"] = larger.model.norm.weight.detach().clone()
     larger.save_pretrained(folder)
     path, stored = folder / "model.safetensors", f"model.layers.{count}."
@@ -129,7 +130,7 @@ def _weaken(model: Any) -> None:
             if ".layers." in name and name.endswith(
                 ("o_proj.weight", "out_proj.weight", "down_proj", "down_proj.weight")
             ):
-                parameter.mul_(0.05)
+                parameter.mul_(0.002)
 
 
 def _norm_like(norm: Any, weight: torch.Tensor) -> Any:

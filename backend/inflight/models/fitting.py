@@ -145,6 +145,7 @@ def _check(checkpoint: Checkpoint, model: ModelDescription) -> None:
         if name not in expected
         and not name.endswith(ignored)
         and not _is_of_draft_layer(name, model)
+        and not name.startswith(of_head)
         and not name.startswith(unused)
     ]
     if missing or unexpected:

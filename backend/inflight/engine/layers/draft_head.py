@@ -125,9 +125,12 @@ class DraftHead:
             hidden = self._layer.normalize(output)
             tokens = self._layer.logits(output, packed.sampled_rows).argmax(dim=-1)
             guessed.append(tokens)
-        # Step s has a token for each slot that wants more than s, in the order of `wanted`.
-        of_steps = [iter(each) for each in torch.cat(guessed).cpu().split([len(step) for step in guessed])]
-        return {each.slot: [int(next(step)) for step in of_steps[: each.count]] for each in wanted}
+        flat, found = iter(torch.cat(guessed).tolist()), {each.slot: list[int]() for each in wanted}
+        for step in range(len(guessed)):
+            for each in wanted:
+                if each.count > step:
+                    found[each.slot].append(next(flat))
+        return found
 
     def _before(self, packed: PackedBatch) -> Tensor:
         """Return the hidden states at the positions before the rows, [rows, hidden_size]; undefined for rows at
