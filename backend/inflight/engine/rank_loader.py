@@ -11,8 +11,7 @@ from inflight.engine.capacity import count_snapshots, find_device, make_limits, 
 from inflight.engine.cuda.graph_capture import agree_on_capture, find_capture
 from inflight.engine.cuda.iteration_graphs import Capture
 from inflight.engine.debug_tensors import DebugTensors
-from inflight.engine.interfaces import BlockCache, RunnerDecoder
-from inflight.engine.layers.draft_head import DraftHead
+from inflight.engine.interfaces import BlockCache, DraftGuesser, RunnerDecoder
 from inflight.engine.load_options import LoadOptions
 from inflight.engine.runner import ModelRunner
 from inflight.models import DecoderConfig
@@ -73,7 +72,7 @@ class RankLoader:
         capture: Capture | None,
         shares_blocks: bool = True,
         has_bidirectional_attention: bool = True,
-        draft_head: DraftHead | None = None,
+        draft_head: DraftGuesser | None = None,
     ) -> ModelRunner:
         """Assemble the runner; on a GPU, record iterations.
 

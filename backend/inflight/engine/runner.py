@@ -24,8 +24,7 @@ from inflight.engine.additional_outputs import AdditionalOutputs, HiddenStates, 
 from inflight.engine.context_outputs import ContextOutputs
 from inflight.engine.cuda.iteration_graphs import Capture, IterationGraphs, RecordedKinds
 from inflight.engine.debug_tensors import DebugTensors
-from inflight.engine.interfaces import BlockCache, RecordedDecoder, RunnerDecoder
-from inflight.engine.layers.draft_head import DraftHead
+from inflight.engine.interfaces import BlockCache, DraftGuesser, RecordedDecoder, RunnerDecoder
 from inflight.engine.memory import computing
 from inflight.engine.packing import PackedBatch, pack
 from inflight.engine.prompt_tables import PromptTables
@@ -90,7 +89,7 @@ class ModelRunner:
         mapping: Mapping = _ALONE,
         capture: Capture | None = None,
         debug_tensors: DebugTensors | None = None,
-        draft_head: DraftHead | None = None,
+        draft_head: DraftGuesser | None = None,
     ) -> None:
         self.limits = limits
         self.slots = slots = SlotTable(limits, cache.null_block, cache.device)
