@@ -25,7 +25,7 @@ from torch import Tensor
 from inflight.core.request.head_drafts import GUESSED_ON_DEVICE
 from inflight.core.schedule.batch import ContextChunk, ScheduledBatch
 from inflight.engine.attention.gathering import gathering
-from inflight.engine.kv_cache import KvCache
+from inflight.engine.kv_cache import KvCache, cache_places
 from inflight.engine.layers.decoder import Decoder
 from inflight.engine.layers.layer_operations import apply_norm
 from inflight.engine.packing import PackedBatch
@@ -34,7 +34,7 @@ from inflight.engine.slots import SlotTable
 from inflight.engine.windows import AttentionWindow
 from inflight.models.decoder_weights import DecoderWeights, DraftHeadWeights, LayerWeights, Linear
 from inflight.models.sharding import Part
-from inflight.sampling.transfer import upload
+from inflight.sampling.transfer import as_array, upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,7 @@ class DraftHead:
             packed: The rows.
             hidden: The output of the model's last layer, [rows, hidden_size].
         """
-        places = _places(packed, packed.positions, self._size)
-        self._hidden.index_copy_(0, places, self._model.normalize(hidden))
+        self._hidden.index_copy_(0, cache_places(packed, self._size), self._model.normalize(hidden))
         self._layer.fill(packed, self._cache, self._input(packed, self._before(packed)))
 
     def guess(self, batch: ScheduledBatch, slots: SlotTable, rotary: RotaryTables) -> ScheduledBatch:
@@ -111,7 +110,8 @@ class DraftHead:
         """Return the guessed tokens by slot."""
         device = slots.last_tokens.device
         tokens = upload(np.array([each.token_id for each in wanted]), device)
-        rows, hidden, guessed = list(range(len(wanted))), None, list[Tensor]()
+        rows, guessed = list(range(len(wanted))), list[Tensor]()
+        hidden: Tensor | None = None
         for step in range(max(each.count for each in wanted)):
             kept = [place for place, row in enumerate(rows) if wanted[row].count > step]
             rows = [rows[place] for place in kept]
@@ -125,7 +125,8 @@ class DraftHead:
             hidden = self._layer.normalize(output)
             tokens = self._layer.logits(output, packed.sampled_rows).argmax(dim=-1)
             guessed.append(tokens)
-        flat, found = iter(torch.cat(guessed).tolist()), {each.slot: list[int]() for each in wanted}
+        flat = iter(as_array(torch.cat(guessed).cpu()).tolist())
+        found = {each.slot: list[int]() for each in wanted}
         for step in range(len(guessed)):
             for each in wanted:
                 if each.count > step:
@@ -135,19 +136,14 @@ class DraftHead:
     def _before(self, packed: PackedBatch) -> Tensor:
         """Return the hidden states at the positions before the rows, [rows, hidden_size]; undefined for rows at
         position 0."""
-        return self._hidden[_places(packed, (packed.positions - 1).clamp(min=0), self._size)]
+        before = replace(packed, positions=(packed.positions - 1).clamp(min=0))
+        return self._hidden[cache_places(before, self._size)]
 
     def _input(self, packed: PackedBatch, hidden: Tensor) -> Tensor:
         """Return the layer's input for tokens with `hidden` before them, [rows, hidden_size]."""
         weights, eps = self._weights, self._model.config.norm_eps
         embedded = apply_norm(self._model.embed(packed), weights.embedding_norm, eps)
         return weights.projection(torch.cat([embedded, apply_norm(hidden, weights.hidden_norm, eps)], dim=-1))
-
-
-def _places(packed: PackedBatch, positions: Tensor, tokens_per_block: int) -> Tensor:
-    """Return the places in the cache of `positions` [rows] of the rows' sequences, [rows]."""
-    blocks = packed.block_tables[packed.slots, positions // tokens_per_block]
-    return blocks * tokens_per_block + positions % tokens_per_block
 
 
 def _pack(
