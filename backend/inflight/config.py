@@ -204,8 +204,9 @@ class SchedulingConfig:
     speculative_decoding_mode: Speculation | None = parameter(
         None,
         SPECULATION,
-        "guess up to K (8) next tokens of each sequence from its own (prompt-lookup), or also from recent answers "
-        "(suffix); default: prompt lookup, for requests that ask for it",
+        "guess up to K next tokens of each sequence from its own (prompt-lookup, 8), also from recent answers "
+        "(suffix, 8), or by the checkpoint's draft head (mtp, 1); default: prompt lookup, for requests that ask "
+        "for it",
     )
     max_num_requests: int = -1
     sequences_per_iteration: int = SEQUENCES_PER_ITERATION
@@ -272,6 +273,7 @@ class EngineConfig:
         ranks_on_host: Number of ranks that share this machine's memory. On a CPU, each rank uses an equal
             part of the free memory.
         shares_blocks: Whether several sequences may use one KV block, by prefix reuse or as beams.
+        has_draft_head: Whether to load the checkpoint's draft head; set if `speculative_decoding_mode` is mtp.
     """
 
     gpt_model_path: str | None = parameter(
@@ -415,6 +417,7 @@ class EngineConfig:
     device: str | None = None
     ranks_on_host: int = 1
     shares_blocks: bool = True
+    has_draft_head: bool = False
 
     def validate(self) -> None:
         """Raise ConfigError, with parameter, value and expected values, if a value is not valid."""
@@ -425,6 +428,11 @@ class EngineConfig:
         for name in ("max_num_sequences", "max_num_tokens", "ranks_on_host"):
             if (value := getattr(self, name)) < 1:
                 raise ConfigError(f"{name} is {value}, expected at least 1")
+        if self.has_draft_head and self.implementation not in (None, "torch"):
+            raise ConfigError(
+                f"speculative_decoding_mode is mtp, expected none, prompt-lookup or suffix: engine is "
+                f"{self.implementation}, and only torch computes draft heads"
+            )
 
 
 def _accepts(kind: ParameterKind, value: Any) -> bool:

@@ -20,6 +20,7 @@ from inflight.config import (
     ParameterSpec,
     Role,
     SchedulingConfig,
+    Speculation,
 )
 from inflight.errors import ConfigError
 from inflight.parameter_spec import declared_rows
@@ -66,10 +67,12 @@ def read_parameters(model_config: Mapping[str, Any], role: Role) -> Parameters:
     if given.get("gpt_model_type") == "V1":
         given["batch_scheduler_policy"] = CapacityPolicy.STATIC_BATCH
     scheduler = SchedulingConfig(**_fields(SchedulingConfig, given))
+    speculation = scheduler.speculative_decoding_mode
     engine = EngineConfig(
         **_fields(EngineConfig, given),
         max_num_sequences=max_batch_size or DEFAULT_NUM_SEQUENCES,
         max_num_tokens=scheduler.max_num_tokens,
+        has_draft_head=speculation is not None and speculation.method == Speculation.MTP,
     )
     return Parameters(**_fields(Parameters, given), scheduler=scheduler, engine=engine)
 

@@ -148,12 +148,13 @@ class Speculation:
     """How the server drafts tokens for requests that do not bring drafts.
 
     Attributes:
-        method: PROMPT_LOOKUP or SUFFIX.
+        method: PROMPT_LOOKUP, SUFFIX or MTP.
         num_tokens: Maximum number of tokens of a draft; 0: only for requests with `prompt_lookup_num_tokens`.
     """
 
     PROMPT_LOOKUP: ClassVar = "prompt-lookup"
     SUFFIX: ClassVar = "suffix"
+    MTP: ClassVar = "mtp"
 
     method: str
     num_tokens: int = 8
@@ -164,13 +165,16 @@ class Speculation:
         method, colon, number = text.partition(":")
         if text == "none":
             return None
-        if method not in (cls.PROMPT_LOOKUP, cls.SUFFIX):
+        if method not in (cls.PROMPT_LOOKUP, cls.SUFFIX, cls.MTP):
             raise ValueError(text)
+        if method == cls.MTP and not colon:
+            return cls(method, 1)  # heads are trained to guess one token
         return cls(method, int(number)) if colon else cls(method)
 
 
 SPECULATION = ParameterKind(
-    f"none, prompt-lookup or suffix; :K behind the last two sets the tokens of a draft, 0 to {MAX_DRAFT_TOKENS}",
+    "none, prompt-lookup, suffix or mtp; :K behind the last three sets the tokens of a draft, 0 to "
+    f"{MAX_DRAFT_TOKENS}",
     Speculation.parse,
     lambda value: value is None or 0 <= value.num_tokens <= MAX_DRAFT_TOKENS,
 )

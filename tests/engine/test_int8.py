@@ -45,7 +45,7 @@ def _assert_rounded(is_: Linear, was: Linear) -> None:
 def test_int8_with_torch_rounds_every_matrix_and_nothing_else(zoo: Zoo, case: str) -> None:
     description = read_model_description(zoo[case].folder)
     before = load_weights(description, torch.bfloat16, torch.device("cpu"))
-    after = load_engine(zoo[case].folder, dtype="int8", kernels="torch").runner.decoder._weights
+    after = load_engine(zoo[case].folder, dtype="int8", kernels="torch").runner.decoder.weights
     for old, new in zip(before.layers, after.layers, strict=True):
         for name in ("qkv", "output", "up", "down"):
             was, is_ = getattr(old, name), getattr(new, name)

@@ -55,7 +55,7 @@ def logits_of(oracle: Any, tokens: list[int]) -> Tensor:
 
 
 def experts_of(engine: Any) -> ExpertWeights[Linear]:
-    return engine.runner.decoder._weights.layers[0].experts
+    return engine.runner.decoder.weights.layers[0].experts
 
 
 @needs_native
@@ -102,7 +102,7 @@ def test_tokens_in_float32_are_those_of_transformers(folder: Path, oracle: Any) 
     part = Part.whole(description.decoder)
     weights = load_weights_into(sink, description, torch.float32, CPU, part, KeptLevels())
     engine = load_engine(folder, dtype="float32", kernels="torch")
-    engine.runner.decoder._weights = weights
+    engine.runner.decoder.weights = weights
     assert isinstance(experts_of(engine).up, GroupedLinear)
     row = alone(engine, PROMPT, 24)
     exact = logits_of(oracle, row.tokens)[len(PROMPT) - 1 : -1]

@@ -120,6 +120,7 @@ def decode_rows(
     sampler = sampler or make_sampler(len(rows), logits.shape[-1], logits.device)
     batch, positions = start_batch(rows, slots)
     sampler.apply(batch)
+    sampler.apply_drafts(batch)
     return sampler.decode(batch, logits, positions)
 
 
@@ -142,4 +143,5 @@ def beams_of(
     group = BeamGroup(tuple(range(len(scores))), tuple(scores), num_candidates)
     batch = replace(batch, beam_groups=(group,))
     sampler.apply(batch)
+    sampler.apply_drafts(batch)
     return sampler.decode(batch, logits, positions).beams[0]

@@ -138,6 +138,7 @@ def test_draft_logits_apply_only_to_the_requests_own_draft() -> None:
             sampler = make_sampler(1, 10)
             batch = ScheduledBatch(0, starts=(SlotStart(0, request),), context=(chunk,))
             sampler.apply(batch)
+            sampler.apply_drafts(batch)
             positions = np.array([chunk.start + 1, chunk.start + 2])
             (tokens,) = sampler.decode(batch, logits.clone(), positions).token_ids
             known = [0] * (chunk.start + 1)
@@ -154,6 +155,7 @@ def test_a_rejected_draft_is_forgotten() -> None:
     assert decode_rows(logits, [row], sampler).token_ids == [(4, 5)]
     batch = ScheduledBatch(0, generation_slots=(0,))
     sampler.apply(batch)
+    sampler.apply_drafts(batch)
     values = torch.zeros(1, 10)
     values[0, [1, 4, 5]] = 50.0
     values[0, [8, 9]] = torch.tensor([2.0, 1.0])
@@ -176,6 +178,7 @@ def test_a_token_that_resets_top_p_counts_at_once(drafted: bool) -> None:
         if not drafted:
             batch = ScheduledBatch(0, generation_slots=(0,))
             sampler.apply(batch)
+            sampler.apply_drafts(batch)
             new += sampler.decode(batch, rows[1:].clone(), np.array([12])).token_ids[0]
         assert new[0] == 2
         tokens.add(new[1])
@@ -194,5 +197,6 @@ def test_a_row_after_a_rejected_draft_does_not_reset_top_p() -> None:
         assert decode_rows(_logits(4, 2, vocab_size=100), [row], sampler).token_ids == [(4,)]
         batch = ScheduledBatch(0, generation_slots=(0,))
         sampler.apply(batch)
+        sampler.apply_drafts(batch)
         tokens.update(sampler.decode(batch, torch.zeros(1, 100), np.array([12])).token_ids[0])
     assert tokens == {0}

@@ -111,6 +111,7 @@ def _iterate(
     positions = [len(s.tokens) + index for s in rows for index in range(len(s.drafts) + 1)]
     logits = torch.tensor([row for s in rows for row in s.logits]).reshape(len(positions), vocab_size)
     sampler.apply(batch)
+    sampler.apply_drafts(batch)
     output = sampler.decode(batch, logits, np.array(positions, dtype=np.int64))
     assert output.iteration == 3 and len(output.token_ids) == len(rows) and not output.beams
     answered = {s.slot for s, tokens in zip(rows, output.token_ids, strict=True) if tokens}

@@ -41,7 +41,7 @@ def test_the_method_of_drafting_is_checked_and_passed_on(capsys: pytest.CaptureF
     assert cli.parse(["--speculate", "suffix:4"]).wanted.speculate == "suffix:4"
     with pytest.raises(SystemExit):
         cli.parse(["--speculate", "ngram"])
-    assert "--speculate: expected none, prompt-lookup or suffix" in capsys.readouterr().err
+    assert "--speculate: expected none, prompt-lookup, suffix or mtp" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "fp8"])

@@ -104,6 +104,8 @@ class ModelEngine:
             runner.void_slots.refuse(batch)
             self.sampler.apply(batch)
             outputs = runner.run(batch, hidden)
+            batch = outputs.batch
+            self.sampler.apply_drafts(batch)
             positions = runner.slots.positions(batch)
             if batch.samples_on_device and len(positions):
                 choice = self.sampler.begin(batch, outputs.rows, positions)
@@ -134,6 +136,7 @@ class ModelEngine:
         The other ranks do not know yet that the batch has failed, and a later batch in flight may continue in its
         slots: either all ranks compute the later batch, or none does.
         """
+        batch = pending.outputs.batch
         if isinstance(pending.result, Choice):
             output = self.sampler.finish(batch, pending.result, pending.positions)
             # Other slots have their next input, and their next rows may be in flight.

@@ -20,6 +20,8 @@ from inflight.engine.block_memory import CacheBytes
 from inflight.engine.kv_cache import Numbers
 from inflight.engine.packing import PackedBatch, TileLimits
 from inflight.engine.recurrent.states import RecurrentStates
+from inflight.engine.rotary_tables import RotaryTables
+from inflight.engine.slots import SlotTable
 from inflight.models import DecoderConfig
 from inflight.sampling.row_kernels import RowKernels
 
@@ -100,6 +102,18 @@ class RecordedDecoder(RunnerDecoder, Protocol):
         active: ActiveAdapters | None = None,
     ) -> Tensor:
         """Return the last layer's output as `RunnerDecoder.forward` does, with the `active` adapters."""
+        ...
+
+
+class DraftGuesser(Protocol):
+    """The interface of a draft head for a ModelRunner; `layers/draft_head.py` documents it."""
+
+    def fill(self, packed: PackedBatch, hidden: Tensor) -> None:
+        """Store what later guesses need of a batch's rows, given the last layer's output [rows, hidden_size]."""
+        ...
+
+    def guess(self, batch: ScheduledBatch, slots: SlotTable, rotary: RotaryTables) -> ScheduledBatch:
+        """Return the batch with guessed tokens in place of GUESSED_ON_DEVICE."""
         ...
 
 

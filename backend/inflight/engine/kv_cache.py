@@ -5,8 +5,9 @@ attention the size is 1, as values are part of the keys. If keys and values are 
 (`kv_quantization.py`), this tensor has bytes, and another one has their scales, [layers, 2, blocks,
 tokens_per_block, kv_heads]. If layers differ in heads, each group of equal layers has tensors of its own, so that
 a block takes no more memory than its layers need. Layers that read another layer's keys and values are not
-counted. Compiled layers have their own order inside a block (cpu/source/attention.h) and use neither `write` nor
-`gather`.
+counted; a draft head's layer (`layers/draft_head.py`) is the last one, and for the head there is also a tensor of
+hidden states, [1, 1, blocks, tokens_per_block, hidden_size]. Compiled layers have their own order inside a block
+(cpu/source/attention.h) and use neither `write` nor `gather`.
 
 The cache does not know which sequence has which block. The null block, which is additional to the scheduler's
 blocks, is zero and pads block tables of shorter sequences. With CUDA graphs, whose attention never reads past a
@@ -14,6 +15,8 @@ sequence's end, padding rows write to the null block.
 """
 
 from __future__ import annotations
+
+import copy
 
 import numpy as np
 import torch
@@ -39,12 +42,21 @@ def block_bytes(
     quantization: KvQuantization | None = None,
 ) -> int:
     """Return the size of one block over all layers in bytes, scales included."""
-    of_layers = (decoder.at(layer) for layer in decoder.cached_layers)
+    of_hidden = decoder.hidden_size * dtype.itemsize if decoder.has_draft_head else 0
     # heads of keys, and of values if values are stored separately
-    return tokens_per_block * sum(
-        each.cached_size // each.head_dim * head_bytes(each.head_dim, dtype, quantization)
-        for each in of_layers
+    return tokens_per_block * (
+        of_hidden
+        + sum(
+            each.cached_size // each.head_dim * head_bytes(each.head_dim, dtype, quantization)
+            for each in _cached_layers(decoder)
+        )
     )
+
+
+def _cached_layers(decoder: DecoderConfig) -> list[DecoderConfig]:
+    """Return the configuration of each layer with keys and values of its own; a draft head's is the last one."""
+    layers = [decoder.at(layer) for layer in decoder.cached_layers]
+    return [*layers, decoder.draft_layer] if decoder.has_draft_head else layers
 
 
 def describe_quantization(decoder: DecoderConfig, quantization: KvQuantization) -> str:
@@ -79,6 +91,8 @@ class KvCache:
         dtype: Data type of keys and values in computations.
         quantization: 8-bit format of keys and values; None: they are stored in `dtype`.
         states: The argument of the same name.
+        hidden: [tokens, hidden_size], by the places of `write`: the last layer's output at each token after the
+            final norm, which the draft head reads; [0, hidden_size] without a draft head.
     """
 
     def __init__(
@@ -96,7 +110,7 @@ class KvCache:
         self.tokens_per_block = tokens_per_block
         self.dtype, self.quantization = dtype, quantization
         self._num_parts = decoder.cached_size // decoder.kv_size
-        of_layers = [decoder.at(layer) for layer in decoder.cached_layers]
+        of_layers = _cached_layers(decoder)
         self._head_shapes = [(each.num_kv_heads, each.head_dim) for each in of_layers]
         stored = dtype if quantization is None else quantization.stored
         has_scales = int(quantization is not None)
@@ -116,6 +130,10 @@ class KvCache:
         self._tokens = [
             layer.view(self._num_parts, -1, *shape) for layer, shape in zip(self._layers, self._head_shapes)
         ]
+        num_hidden = num_blocks + 1 if decoder.has_draft_head else 0
+        shape = (1, 1, num_hidden, tokens_per_block * decoder.hidden_size)
+        self._hidden = _allocate(shape, dtype, device)
+        self.hidden = self._hidden.view(-1, decoder.hidden_size)
         self._scratch = torch.empty((self._num_parts, 0), dtype=stored, device=device)
 
     @property
@@ -154,6 +172,13 @@ class KvCache:
             return None
         parts = self._layer_scales[layer].view(self._num_parts, -1, self._head_shapes[layer][0])
         return parts[0], parts[-1]
+
+    def draft_layer(self) -> KvCache:
+        """Return the keys and values of the draft head's layer as a cache with this layer only."""
+        part = copy.copy(self)
+        for name in ("_head_shapes", "_layers", "_layer_scales", "_tokens"):
+            setattr(part, name, getattr(self, name)[-1:])
+        return part
 
     @property
     def device(self) -> torch.device:
@@ -232,7 +257,8 @@ class KvCache:
 
     def _memories(self) -> tuple[Tensor, ...]:
         """Return all tensors of the cache, each [layers, 2 or 1, blocks + 1, any]."""
-        return (*self._blocks, *(() if self.quantization is None else self._scales))
+        hidden = (self._hidden,) if len(self.hidden) else ()
+        return (*self._blocks, *(() if self.quantization is None else self._scales), *hidden)
 
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

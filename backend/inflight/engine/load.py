@@ -26,6 +26,7 @@ from inflight.engine.engine import ModelEngine
 from inflight.engine.kv_cache import KvCache, block_bytes
 from inflight.engine.kv_quantization import find_kv_quantization
 from inflight.engine.layers.decoder import Decoder
+from inflight.engine.layers.draft_head import DraftHead
 from inflight.engine.layers.transformers_decoder import TransformersModel
 from inflight.engine.load_decoder import (
     AnyDecoder,
@@ -161,7 +162,10 @@ def load_runner(options: LoadOptions) -> ModelRunner:
     num_adapter_pages = loader.reserve_adapters(decoder)
     capture = loader.find_graphs(decoder.has_fixed_shapes)
     cache = loader.allocate_cache(decoder, num_adapter_pages, capture)
-    return loader.make_runner(decoder, cache, num_adapter_pages, capture)
+    head = None
+    if isinstance(decoder, Decoder) and decoder.weights.draft_head is not None:
+        head = DraftHead(decoder, decoder.weights.draft_head, cache)
+    return loader.make_runner(decoder, cache, num_adapter_pages, capture, draft_head=head)
 
 
 def _find_model(options: LoadOptions, device: torch.device) -> ModelDescription | TransformersModel:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -57,15 +58,17 @@ def find_model(
     family is not implemented here.
 
     Raises:
-        ConfigError: The configured engine, or if none is configured neither engine, can use the checkpoint.
+        ConfigError: The configured engine, or if none is configured neither engine, can use the checkpoint; or
+            it needs a draft head and has none.
     """
     path = str(config.gpt_model_path)
     is_installed = importlib.util.find_spec("transformers") is not None
     if config.implementation != "transformers":
         try:
-            return read_model_description(path)
+            model = read_model_description(path)
+            return with_draft_head(model) if config.has_draft_head else model
         except UnknownFamily as error:
-            if config.implementation == "torch":
+            if config.implementation == "torch" or config.has_draft_head:
                 raise
             if not is_installed:
                 raise ConfigError(f"{error}; transformers' own code may run it: {_INSTALL}") from error
@@ -79,6 +82,16 @@ def find_model(
     from inflight.engine.layers.transformers_model import load_transformers_model  # imports transformers
 
     return load_transformers_model(config, device, num_ranks)
+
+
+def with_draft_head(model: ModelDescription) -> ModelDescription:
+    """Return the description with the draft head; raise ConfigError if the family has none."""
+    if model.names.draft_head is None:
+        raise ConfigError(
+            f"speculative_decoding_mode is mtp, expected a family with a draft head (tensors mtp.* or those of a "
+            f"layer after the last one), got {model.folder}"
+        )
+    return replace(model, decoder=replace(model.decoder, has_draft_head=True))
 
 
 def load_decoder(

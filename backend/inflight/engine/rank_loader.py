@@ -11,7 +11,7 @@ from inflight.engine.capacity import count_snapshots, find_device, make_limits, 
 from inflight.engine.cuda.graph_capture import agree_on_capture, find_capture
 from inflight.engine.cuda.iteration_graphs import Capture
 from inflight.engine.debug_tensors import DebugTensors
-from inflight.engine.interfaces import BlockCache, RunnerDecoder
+from inflight.engine.interfaces import BlockCache, DraftGuesser, RunnerDecoder
 from inflight.engine.load_options import LoadOptions
 from inflight.engine.runner import ModelRunner
 from inflight.models import DecoderConfig
@@ -72,6 +72,7 @@ class RankLoader:
         capture: Capture | None,
         shares_blocks: bool = True,
         has_bidirectional_attention: bool = True,
+        draft_head: DraftGuesser | None = None,
     ) -> ModelRunner:
         """Assemble the runner; on a GPU, record iterations.
 
@@ -102,6 +103,7 @@ class RankLoader:
             self.options.mapping,
             capture,
             self._debug_tensors,
+            draft_head,
         )
         if self.device.type == "cuda":
             runner.agree_on_recordings(self.options.min_over_ranks)

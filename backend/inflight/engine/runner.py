@@ -24,7 +24,7 @@ from inflight.engine.additional_outputs import AdditionalOutputs, HiddenStates, 
 from inflight.engine.context_outputs import ContextOutputs
 from inflight.engine.cuda.iteration_graphs import Capture, IterationGraphs, RecordedKinds
 from inflight.engine.debug_tensors import DebugTensors
-from inflight.engine.interfaces import BlockCache, RecordedDecoder, RunnerDecoder
+from inflight.engine.interfaces import BlockCache, DraftGuesser, RecordedDecoder, RunnerDecoder
 from inflight.engine.memory import computing
 from inflight.engine.packing import PackedBatch, pack
 from inflight.engine.prompt_tables import PromptTables
@@ -42,11 +42,13 @@ class RowOutputs:
     """The outputs of a forward pass of a batch.
 
     Attributes:
+        batch: The batch that was computed, with the draft tokens that the draft head guessed.
         rows: [rows, vocab_size] float32 logits to sample from; before the last stage, hidden states.
         context: Context outputs by slot, for sequences that want them.
         additional: Additional outputs by slot, for sequences that want them.
     """
 
+    batch: ScheduledBatch
     rows: Tensor
     context: dict[int, ContextDetails] = field(default_factory=dict[int, ContextDetails])
     additional: TokenRows = field(default_factory=dict[int, Sequence[Tensor]])
@@ -66,6 +68,7 @@ class ModelRunner:
         capture: Records iterations; None: they are not recorded. If set, `decoder` must be a whole model with
             fixed shapes.
         debug_tensors: Records debug tensors; if set, no iteration is replayed. None: they are not recorded.
+        draft_head: Guesses draft tokens; None: the model has no draft head.
 
     Attributes:
         limits: The argument of the same name.
@@ -86,6 +89,7 @@ class ModelRunner:
         mapping: Mapping = _ALONE,
         capture: Capture | None = None,
         debug_tensors: DebugTensors | None = None,
+        draft_head: DraftGuesser | None = None,
     ) -> None:
         self.limits = limits
         self.slots = slots = SlotTable(limits, cache.null_block, cache.device)
@@ -96,6 +100,7 @@ class ModelRunner:
         self.decoder = decoder
         self.cache = cache
         self._max_num_tokens = max_num_tokens
+        self._draft_head = draft_head
         self._graphs = None
         if capture is not None and debug_tensors is None:
             self._graphs = _record(cast(RecordedDecoder, decoder), slots, cache, capture, max_num_tokens)
@@ -192,7 +197,7 @@ class ModelRunner:
         """Free the device's memory. Idempotent; a later forward raises."""
         for name in (
             "decoder", "cache", "slots", "context_outputs", "additional_outputs", "prompt_tables",
-            "rotary_tables", "_graphs",
+            "rotary_tables", "_graphs", "_draft_head",
         ):  # fmt: skip
             vars(self).pop(name, None)
 
@@ -210,6 +215,8 @@ class ModelRunner:
         self.cache.prepare(batch, self.slots.num_tokens)
         if batch.num_tokens > self._max_num_tokens:
             raise ValueError(f"batch of {batch.num_tokens} tokens, max_num_tokens is {self._max_num_tokens}")
+        if self._draft_head is not None:
+            batch = self._draft_head.guess(batch, self.slots, self.rotary_tables)
         computed = self._compute(batch, hidden)
         self.slots.advance(batch)
         return computed
@@ -243,10 +250,13 @@ class ModelRunner:
     ) -> RowOutputs:
         arguments = (packed, self.cache, hidden)
         if not self._is_last_stage:
-            return RowOutputs(self.decoder.forward(*arguments))
-        if not (are_wanted or any(chunk.wants_context for chunk in batch.context)):
-            return RowOutputs(self.decoder.forward_to_logits(*arguments))
+            return RowOutputs(batch, self.decoder.forward(*arguments))
+        wants_hidden = are_wanted or any(chunk.wants_context for chunk in batch.context)
+        if self._draft_head is None and not wants_hidden:
+            return RowOutputs(batch, self.decoder.forward_to_logits(*arguments))
         hidden = self.decoder.forward(*arguments, between)
+        if self._draft_head is not None:
+            self._draft_head.fill(packed, hidden)
         return self._outputs(batch, hidden, packed.sampled_rows, between, are_wanted)
 
     def _outputs(
@@ -264,9 +274,9 @@ class ModelRunner:
             context = self.context_outputs.compute(batch, layers, self.decoder.logits)
         logits = self.decoder.logits(hidden, sampled_rows)
         if not (are_wanted and self._is_sampler):
-            return RowOutputs(logits, context)
+            return RowOutputs(batch, logits, context)
         additional = self.additional_outputs.of_tokens(batch, layers, sampled_rows, logits)
-        return RowOutputs(logits, context, additional)
+        return RowOutputs(batch, logits, context, additional)
 
     def _prepare_blocks(self, batch: ScheduledBatch, fresh_blocks: list[int]) -> None:
         """Copy blocks, then clear new ones: a source must not be cleared or written before it is copied."""

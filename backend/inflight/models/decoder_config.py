@@ -312,8 +312,8 @@ class DecoderConfig:
         mlp_layers: Whether each layer has an MLP or experts; empty: every layer.
         multipliers: Fixed factors of activations; None: all are 1.
         experts: Experts that replace the MLP in some layers; None: no layer has experts.
-        num_draft_layers: Number of additional layers that a checkpoint may have for drafting tokens; they
-            are not read.
+        num_draft_layers: Number of additional layers that a checkpoint may have for drafting tokens.
+        has_draft_head: Whether the first of them is read, to draft tokens (`draft_layer`).
         latent: Latent attention, which changes the meaning of num_kv_heads and head_dim; None: ordinary attention.
         layer_sizes: The sizes of each layer, if layers differ; then `num_kv_heads`, `head_dim` and
             `intermediate_size` are the largest. Empty: these fields apply to every layer.
@@ -387,6 +387,7 @@ class DecoderConfig:
     clamped_swiglu: ClampedSwiglu | None = None
     experts: ExpertsConfig | None = None
     num_draft_layers: int = 0
+    has_draft_head: bool = False
     latent: LatentAttention | None = None
     layer_sizes: tuple[LayerSizes, ...] = ()
     keys_are_values: tuple[bool, ...] = ()
@@ -488,6 +489,20 @@ class DecoderConfig:
             attention_layers=(),
             mlp_layers=(),
             kv_layers=(),
+        )
+
+    @property
+    def draft_layer(self) -> DecoderConfig:
+        """The configuration of the draft head's only layer, which is like the last layer that has attention."""
+        last = self.cached_layers[-1]
+        return replace(
+            self.only(last),
+            ropes=self.ropes[last : last + 1],
+            sliding_windows=self.sliding_windows[last : last + 1],
+            recurrent=None,
+            experts=self.experts and replace(self.experts, layers=self.experts.layers[last : last + 1]),
+            num_draft_layers=0,
+            has_draft_head=False,
         )
 
     @property

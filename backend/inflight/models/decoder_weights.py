@@ -284,6 +284,26 @@ LayerT = TypeVar("LayerT")
 
 
 @dataclass(frozen=True, slots=True)
+class DraftHeadWeights(Generic[LayerT, LinearT]):
+    """Weights of a draft head, which shares the model's embedding and output projection.
+
+    Attributes:
+        embedding_norm: Norm on the embedding of the newest token.
+        hidden_norm: Norm on the hidden state before that token.
+        projection: [hidden_size, 2 * hidden_size]: its inputs are the normed embedding, then the normed hidden
+            state.
+        layer: The head's layer (`DecoderConfig.draft_layer`).
+        final_norm: Norm on the layer's output.
+    """
+
+    embedding_norm: Norm
+    hidden_norm: Norm
+    projection: LinearT
+    layer: LayerT
+    final_norm: Norm
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderWeights(Generic[LayerT, LinearT]):
     """The whole model, or a part of it, with layers and projections as a `Sink` returns them.
 
@@ -297,6 +317,7 @@ class DecoderWeights(Generic[LayerT, LinearT]):
         token_inputs: Weights that make per-layer embeddings; None if there are none.
         streams: Weights for several residual streams; None if there is one.
         embedding_norm: Norm on embeddings; None if there is none, and after the first stage.
+        draft_head: The draft head; None unless `DecoderConfig.has_draft_head`.
     """
 
     embedding: Tensor | None
@@ -307,6 +328,7 @@ class DecoderWeights(Generic[LayerT, LinearT]):
     token_inputs: TokenInputWeights | None = None
     streams: StreamWeights | None = None
     embedding_norm: Norm | None = None
+    draft_head: DraftHeadWeights[LayerT, LinearT] | None = None
 
 
 PlainWeights = DecoderWeights[LayerWeights, Linear]

@@ -22,6 +22,7 @@ from inflight.models.sharding import Part, Range
 from inflight.models.weight_sources import (
     AltUpSources,
     DecoderSources,
+    DraftHeadSources,
     ExpertNormSources,
     ExpertSources,
     LatentSources,
@@ -46,11 +47,28 @@ def find_sources(model: ModelDescription, part: Part | None = None) -> DecoderSo
     return _Finder(model, part or Part.whole(model.decoder)).decoder()
 
 
+def draft_layer_of(model: ModelDescription) -> ModelDescription:
+    """Return a model with a draft head as if the head's layer were its only layer."""
+    names = model.names
+    assert names.draft_head is not None, "a family with a draft head names its modules"
+    layer = draft_head_prefix(model) + names.draft_head.layer
+    return replace(
+        model, decoder=model.decoder.draft_layer, names=replace(names, base="", layers=layer, draft_head=None)
+    )
+
+
+def draft_head_prefix(model: ModelDescription) -> str:
+    """Return the prefix of all tensors of a model's draft head."""
+    names = model.names
+    assert names.draft_head is not None, "a family with a draft head names its modules"
+    return names.draft_head.prefix or names.base + names.layers.format(model.decoder.num_layers)
+
+
 class _Finder:
     """Finds the sources of a part of a model, from the model's description and the rank's shard."""
 
     def __init__(self, model: ModelDescription, part: Part) -> None:
-        self._decoder, self._names, self._part = model.decoder, model.names, part
+        self._model, self._decoder, self._names, self._part = model, model.decoder, model.names, part
 
     def decoder(self) -> DecoderSources:
         decoder, names, part = self._decoder, self._names, self._part
@@ -81,6 +99,19 @@ class _Finder:
             token_inputs,
             streams,
             layers,
+            self._draft_head() if decoder.has_draft_head and part.is_last_stage else None,
+        )
+
+    def _draft_head(self) -> DraftHeadSources:
+        names, hidden = self._names.draft_head, self._decoder.hidden_size
+        assert names is not None, "a family with a draft head names its modules"
+        prefix, part = draft_head_prefix(self._model), Part(self._part.shard, (0, 1), False, False)
+        return DraftHeadSources(
+            embedding_norm=self._norm(prefix + names.embedding_norm, hidden),
+            hidden_norm=self._norm(prefix + names.hidden_norm, hidden),
+            projection=self._replicated(prefix + names.projection, hidden, 2 * hidden),
+            layer=find_sources(draft_layer_of(self._model), part).layers[0],
+            final_norm=self._norm(prefix + names.final_norm, hidden),
         )
 
     def _table(self, name: str, rows: int, own: Range) -> TensorSource:

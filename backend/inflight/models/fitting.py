@@ -16,7 +16,7 @@ from inflight.errors import ConfigError
 from inflight.gguf.folder import is_gguf
 from inflight.models.checkpoint import Checkpoint
 from inflight.models.families import WeightNames, bases_in_multimodal, heads_in_multimodal
-from inflight.models.find_sources import find_sources
+from inflight.models.find_sources import draft_head_prefix, draft_layer_of, find_sources
 from inflight.models.gguf_tensors import add_gguf_tensors, log_unpacked
 from inflight.models.quantized_tensors import unpack_quantized
 from inflight.models.registry import ModelDescription
@@ -38,7 +38,8 @@ def fitted(model: ModelDescription, checkpoint: Checkpoint) -> ModelDescription:
     """
     if is_gguf(checkpoint.folder):
         add_gguf_tensors(checkpoint, model)
-    checkpoint.leave_out(model.names.left_out)
+    head = draft_head_prefix(model) if model.decoder.has_draft_head else None
+    checkpoint.leave_out(tuple(prefix for prefix in model.names.left_out if prefix != head))
     _rename_others(checkpoint, model.names)
     if model.multimodal is not None:
         model = replace(model, names=_with_stored_prefixes(model.names, checkpoint))
@@ -52,6 +53,8 @@ def fitted(model: ModelDescription, checkpoint: Checkpoint) -> ModelDescription:
             )
         if not model.quantization.is_of_stacks:
             unpack_quantized(checkpoint, model.quantization)
+    if head is not None:
+        unstack_experts(checkpoint, draft_layer_of(model))
     unstack_experts(checkpoint, model)
     _join_convolutions(checkpoint, model)
     embedding, head = _vocabulary_names(model)
@@ -151,6 +154,12 @@ def _check(checkpoint: Checkpoint, model: ModelDescription) -> None:
     decoder = model.decoder
     expected = stored_shapes(find_sources(model))
     missing = [name for name in expected if name not in checkpoint.tensors]
+    of_head = tuple(map(draft_head_prefix, [model] if decoder.has_draft_head else ()))
+    if lacking := [name for name in missing if name.startswith(of_head)]:
+        raise ConfigError(
+            f"{checkpoint.folder}: speculative_decoding_mode is mtp, expected a checkpoint with a draft head: "
+            f"missing {_some(lacking)}"
+        )
     head = _vocabulary_names(model)[1]
     if decoder.tied_embeddings and head in checkpoint.tensors:
         expected[head] = (decoder.vocab_size, decoder.hidden_size)
@@ -161,6 +170,7 @@ def _check(checkpoint: Checkpoint, model: ModelDescription) -> None:
         if name not in expected
         and not name.endswith(ignored)
         and not _is_of_draft_layer(name, model)
+        and not name.startswith(of_head)
         and not name.startswith(unused)
     ]
     if missing or unexpected:

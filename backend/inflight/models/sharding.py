@@ -205,6 +205,11 @@ class Part:
         """Return a rank's part of a model; raise ConfigError if the model cannot be divided by this mapping."""
         shard = Shard(mapping.tp_size, mapping.tp_rank, mapping.moe_ep_size)
         shard.check(decoder)
+        if mapping.pp_size > 1 and decoder.has_draft_head:
+            raise ConfigError(
+                f"pipeline_parallel_size is {mapping.pp_size}, expected 1: speculative_decoding_mode is mtp, and "
+                "the draft head, of the last stage, needs the embedding, which only the first one has"
+            )
         layers = mapping.layers(decoder.num_layers, decoder.first_read_layer)
         return cls(shard, layers, mapping.is_first_stage, mapping.is_last_stage)
 

@@ -59,7 +59,8 @@ def unstack_experts(checkpoint: Checkpoint, model: ModelDescription) -> None:
     stacks = None if names is None else names.stacks
     if experts is None or names is None or stacks is None:
         return
-    if not any(f".{stacks.up}" in name for name in checkpoint.tensors):
+    of_layers = (model.names.base + model.names.layers).split("{}")[0]
+    if not any(name.startswith(of_layers) and stacks.up in name for name in checkpoint.tensors):
         return
     if stacks.router:
         _rename_routers(checkpoint, model, stacks.router, names.router)

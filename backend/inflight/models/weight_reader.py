@@ -17,6 +17,7 @@ from inflight.models.checkpoint import Checkpoint
 from inflight.models.decoder_weights import (
     AltUpWeights,
     DecoderWeights,
+    DraftHeadWeights,
     ExpertNorms,
     ExpertWeights,
     LatentWeights,
@@ -36,6 +37,7 @@ from inflight.models.sink import KeptLevels, Sink, is_small_head
 from inflight.models.weight_sources import (
     AltUpSources,
     DecoderSources,
+    DraftHeadSources,
     ExpertNormSources,
     ExpertSources,
     LatentSources,
@@ -114,6 +116,16 @@ class WeightReader(Generic[LayerT, LinearT]):
             token_inputs,
             streams,
             embedding_norm,
+            None if sources.draft_head is None else self._draft_head(sources.draft_head),
+        )
+
+    def _draft_head(self, sources: DraftHeadSources) -> DraftHeadWeights[LayerT, LinearT]:
+        return DraftHeadWeights(
+            embedding_norm=self._norm(sources.embedding_norm, self._plain),
+            hidden_norm=self._norm(sources.hidden_norm, self._plain),
+            projection=self._projection(sources.projection),
+            layer=self._sink.layer(self._layer(sources.layer)),
+            final_norm=self._norm(sources.final_norm, self._plain),
         )
 
     def _kept_head(self, sources: DecoderSources) -> LinearT | None:

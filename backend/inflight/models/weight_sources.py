@@ -262,6 +262,17 @@ class LayerSources:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftHeadSources:
+    """Stored weights of a draft head."""
+
+    embedding_norm: NormSource
+    hidden_norm: NormSource
+    projection: LinearSource
+    layer: LayerSources
+    final_norm: NormSource
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderSources:
     """Stored tensors of a model, or of a rank's part of it, in the order in which they are read.
 
@@ -281,6 +292,7 @@ class DecoderSources:
     token_inputs: TokenInputSources | None
     streams: StreamSources | None
     layers: tuple[LayerSources, ...]
+    draft_head: DraftHeadSources | None = None
 
 
 def tensors(sources: object) -> Iterator[TensorSource]:

@@ -90,7 +90,7 @@ class Guides:
         self._masks = np.zeros((0, vocab_size // 32 + 1), dtype=np.int32)
 
     def apply(self, batch: ScheduledBatch) -> None:
-        """Apply a batch's releases, starts, moves and drafts."""
+        """Apply a batch's releases, starts and moves."""
         for slot in batch.released_slots:
             self._slots.pop(slot, None)
         for start in batch.starts:
@@ -99,9 +99,12 @@ class Guides:
                 self._slots[start.slot] = self._start(start, start.request.guide)
         if self._slots:
             self._move(batch)
-            for chunk in batch.context:
-                if chunk.is_last and (guided := self._slots.get(chunk.slot)) is not None:
-                    guided.drafts = drafts_of(chunk)
+
+    def apply_drafts(self, batch: ScheduledBatch) -> None:
+        """Apply the drafts of a batch's chunks."""
+        for chunk in batch.context if self._slots else ():
+            if chunk.is_last and (guided := self._slots.get(chunk.slot)) is not None:
+                guided.drafts = drafts_of(chunk)
 
     def mask(self, rows: Rows, indices: NDArray[np.int64], kernels: RowKernels) -> Failures:
         """Ban tokens that the guides of the rows `indices` do not allow; return the rows whose guides fail."""

@@ -141,7 +141,7 @@ class Sampler:
 
     @torch.inference_mode()
     def apply(self, batch: ScheduledBatch) -> None:
-        """Apply a batch's releases, starts, moves and chunks' drafts, before its forward pass.
+        """Apply a batch's releases, starts and moves, before its forward pass.
 
         Does not depend on the forward pass, so the state of slots is complete even if the forward pass fails.
         """
@@ -154,6 +154,11 @@ class Sampler:
         if batch.moves:
             self._move(batch)
         self._guides.apply(batch)
+
+    @torch.inference_mode()
+    def apply_drafts(self, batch: ScheduledBatch) -> None:
+        """Apply the drafts of a batch's chunks, none of which is GUESSED_ON_DEVICE any more."""
+        self._guides.apply_drafts(batch)
         for chunk in batch.context:
             if chunk.num_draft_tokens and self._looks_back(chunk.slot):
                 drafts = np.array(drafts_of(chunk), dtype=np.int64)

@@ -61,7 +61,8 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="METHOD[:K]",
         type=speculation,
         help="draft up to K tokens of each sequence: prompt-lookup, from its own tokens; suffix, also from recent "
-        "answers; none, only if a request asks for it (default: none; K: 8)",
+        "answers; mtp, by the checkpoint's draft head; none, only if a request asks for it (default: none; K: 8, "
+        "for mtp 1)",
     )
     add(
         "--kv-cache-dir",

@@ -4,7 +4,8 @@ A row's next token is a digest of everything in the blocks of its block table an
 of its recurrent state if this differs from the digest of the prefix. So any scheduling error changes the
 tokens: a wrong block, a block shared or freed too early, a missing copy, a token computed twice or not at
 all, a page overwritten while in use, or the recurrent state of another slot or position. The `expected_*`
-functions of `fake_model` return the correct tokens. External drafts are verified like drafts without logits.
+functions of `fake_model` return the correct tokens. External drafts are verified like drafts without logits. Of
+the drafts that the device guesses, two thirds are the most likely tokens.
 Only the loop thread calls the engine.
 """
 
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from inflight.core.request.beam_search import BeamCandidates
+from inflight.core.request.head_drafts import GUESSED_ON_DEVICE
 from inflight.core.request.request import Request
 from inflight.core.schedule.batch import (
     AdapterLoad,
@@ -79,6 +81,7 @@ class FakeLogits:
     Attributes:
         sampled: For each of `ScheduledBatch.sampled_slots`, the digests of its rows, one more than its draft
             tokens.
+        drafts: By slot, for chunks with drafts: the draft tokens.
         context: By slot, for chunks with context outputs: the request and the digests of the chunk's rows.
             They are stored here because the slot may be discarded by a later batch's failure before they are
             decoded.
@@ -86,6 +89,7 @@ class FakeLogits:
     """
 
     sampled: list[Sequence[int]]
+    drafts: dict[int, tuple[int, ...]]
     context: dict[int, tuple[Request, Sequence[int]]]
     output: ModelOutput | None = None
 
@@ -123,9 +127,12 @@ class FakeEngine:
         if self._seconds_per_step:
             time.sleep(self._seconds_per_step)
         sampled: list[Sequence[int]] = []
+        drafts: dict[int, tuple[int, ...]] = {}
         context: dict[int, tuple[Request, Sequence[int]]] = {}
         for chunk in batch.context:
-            digests = self._run_chunk(chunk)
+            tokens, digests = self._run_chunk(chunk)
+            if chunk.num_draft_tokens:
+                drafts[chunk.slot] = tokens[-chunk.num_draft_tokens :]
             if chunk.wants_context:
                 context[chunk.slot] = self._slots[chunk.slot].start.request, digests
             if chunk.is_last:
@@ -135,7 +142,7 @@ class FakeEngine:
             row = self._slots[slot]
             sampled.append((self._run_token(row, row.last_token),))
             self._save_states(batch, slot, row.num_tokens - 1, sampled[-1])
-        logits = FakeLogits(sampled, context)
+        logits = FakeLogits(sampled, drafts, context)
         return replace(logits, output=self._decode(batch, logits)) if batch.samples_on_device else logits
 
     def decode(self, batch: ScheduledBatch, logits: FakeLogits) -> ModelOutput:
@@ -150,14 +157,13 @@ class FakeEngine:
         digests_of_beams: dict[int, int] = {
             slot: _EMPTY for group in batch.beam_groups for slot in group.slots
         }
-        drafts_of = {chunk.slot: _drafts(chunk) for chunk in batch.context if chunk.num_draft_tokens}
         for slot, digests in zip(batch.sampled_slots(), logits.sampled):
             if slot in digests_of_beams:
                 (digests_of_beams[slot],) = digests
                 output.token_ids.append(())
                 continue
             row = self._slots[slot]
-            tokens = self._choose(row, digests, drafts_of.get(slot, ()))
+            tokens = self._choose(row, digests, logits.drafts.get(slot, ()))
             output.token_ids.append(tokens)
             if row.wants_details:
                 output.details[slot] = self._details(row, digests, tokens)
@@ -256,7 +262,8 @@ class FakeEngine:
 
     # ---------------------------------------------------------------- the forward pass
 
-    def _run_chunk(self, chunk: ContextChunk) -> list[int]:
+    def _run_chunk(self, chunk: ContextChunk) -> tuple[tuple[int, ...], list[int]]:
+        """Return the chunk's tokens, with guessed drafts, and the digests of its rows."""
         row = self._slots[chunk.slot]
         assert chunk.start >= row.num_tokens, f"slot {chunk.slot} goes back to position {chunk.start}"
         self._check_ids(chunk, row.start.request)
@@ -264,7 +271,17 @@ class FakeEngine:
         later: Sequence[Sequence[int]] = ((),) * len(chunk.token_ids)
         if self.limits.has_spans:
             later = later_virtual(chunk.token_ids, self.limits.vocab_size)
-        return [self._run_token(row, *each) for each in zip(chunk.token_ids, later, strict=True)]
+        tokens: list[int] = []
+        digests: list[int] = []
+        for token_id, following in zip(chunk.token_ids, later, strict=True):
+            tokens.append(self._guess(digests[-1]) if token_id == GUESSED_ON_DEVICE else token_id)
+            digests.append(self._run_token(row, tokens[-1], following))
+        return tuple(tokens), digests
+
+    def _guess(self, digest: int) -> int:
+        """Return the most likely token after a prefix, or another one for a third of all prefixes."""
+        logits = logits_after(digest, self.limits.vocab_size)
+        return (logits.index(max(logits)) + (digest % 3 == 0)) % self.limits.vocab_size
 
     def _check_ids(self, chunk: ContextChunk, request: Request) -> None:
         """Check that only prompts have ids of prompt table rows, but not generated or draft tokens."""
@@ -351,7 +368,3 @@ class FakeEngine:
             b"".join(values.tobytes() for values in logits) if request.output.return_context_logits else b""
         )
         return ContextDetails(log_probs, data)
-
-
-def _drafts(chunk: ContextChunk) -> tuple[int, ...]:
-    return chunk.token_ids[-chunk.num_draft_tokens :]

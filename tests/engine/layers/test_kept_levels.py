@@ -247,7 +247,7 @@ def test_without_compiled_layers_weights_are_unpacked(
     with caplog.at_level(logging.INFO):
         engine = load_engine(tmp_path)
     assert isinstance(engine.runner.decoder, Decoder) and engine.dtype == "float16"
-    assert type(engine.runner.decoder._weights.layers[0].qkv) is Linear
+    assert type(engine.runner.decoder.weights.layers[0].qkv) is Linear
     assert "unpacked to float16: torch's operators would unpack them for every product" in caplog.text
     assert error_of(alone(engine, model.prompt(20), 4), model) < BOUND / 2
 
@@ -309,7 +309,7 @@ def test_modules_keep_quantized_weights(zoo: Zoo, tmp_path: Path, name: str) -> 
     model = write(zoo["llama-gqa"], tmp_path, FORMATS[name], dtype="bfloat16")
     engine = load_engine(tmp_path, kernels="torch")
     assert isinstance(engine.runner.decoder, Decoder)
-    layer = engine.runner.decoder._weights.layers[0]
+    layer = engine.runner.decoder.weights.layers[0]
     kept = {type(getattr(layer, each)) for each in ("qkv", "output", "up", "down")}
     # Blocks of 40 of 96 inputs become groups of 8, which are too small for a tile.
     assert kept == ({Linear} if name == "fp8-block" else {GroupedLinear})
@@ -330,7 +330,7 @@ def test_modules_in_float32_give_exact_logits(zoo: Zoo, tmp_path: Path, case: st
             weights.layers[0].experts.up, GroupedLinear
         )
     engine = load_engine(tmp_path, dtype="float32", kernels="torch")
-    engine.runner.decoder._weights = weights
+    engine.runner.decoder.weights = weights
     row = alone(engine, model.prompt(12), 6)
     assert row.generated == model.greedy(model.prompt(12), 6)
     exact = model.logits(row.tokens)[11:-1]
@@ -362,7 +362,7 @@ def test_quantized_test_checkpoints_are_close_to_the_random_weights(tmp_path: Pa
     assert kinds.total() == 14
 
     def weights(folder: Path) -> list[Tensor]:
-        layer = load_engine(folder, dtype="float32", kernels="torch").runner.decoder._weights.layers[0]
+        layer = load_engine(folder, dtype="float32", kernels="torch").runner.decoder.weights.layers[0]
         return [getattr(layer, name).weight for name in ("qkv", "output", "up", "down")]
 
     for found, drawn in zip(weights(made), weights(plain), strict=True):

@@ -68,7 +68,7 @@ def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 def weights_of(engine: ModelEngine) -> PlainWeights:
     decoder = engine.runner.decoder
     assert isinstance(decoder, Decoder)
-    return decoder._weights
+    return decoder.weights
 
 
 def load_quantized(model: ZooModel, kind: str, **changes: Any) -> ModelEngine:

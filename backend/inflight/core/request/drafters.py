@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from inflight.core.request.draft_length import DraftLength
+from inflight.core.request.head_drafts import HeadDrafts
 from inflight.core.request.prompt_lookup import PromptLookup
 from inflight.core.request.request import Request
 from inflight.core.request.suffix_decoding import PairPlaces, SuffixDecoding
@@ -70,7 +71,10 @@ class Drafters:
         most = request.prompt_lookup_num_tokens
         if not most:
             return None
-        if self._speculation is None or self._speculation.method != Speculation.SUFFIX:
+        method = Speculation.PROMPT_LOOKUP if self._speculation is None else self._speculation.method
+        if method == Speculation.MTP:
+            return HeadDrafts(most)
+        if method == Speculation.PROMPT_LOOKUP:
             return PromptLookup(tokens, most)
         has_salt = request.identity.cache_salt_id != 0
         return SuffixDecoding(tokens, most, None if has_salt else self._answers)

@@ -123,7 +123,8 @@ class ContextChunk:
         slot: The sequence's slot.
         start: Position of the first token; positions before it are in the block table already, computed by
             earlier chunks or shared with another sequence.
-        token_ids: The chunk, at least one token, draft tokens included.
+        token_ids: The chunk, at least one token, draft tokens included. Draft tokens that are GUESSED_ON_DEVICE
+            are guessed by the model's draft head before the forward pass.
         is_last: Whether the next token is sampled from the last row's logits.
         num_draft_tokens: Number of draft tokens at the end of `token_ids`.
         is_generation: Whether the sequence is in generation and the chunk, which only verifies drafts, does

@@ -258,7 +258,7 @@ def _hidden(keys: Tensor, positions: Tensor, ends: Tensor, window: AttentionWind
         first = positions - window.recent + 1
         if window.is_chunk:
             first = positions - positions % window.recent
-        outside = keys < first
+        outside = keys < first.clamp(min=window.begin)
         if window.sinks:
             outside &= keys >= window.sinks
         hidden |= outside

@@ -27,7 +27,7 @@ from inflight.engine.attention.interface import Attention
 from inflight.engine.collectives import ALONE, Collectives, join_logits
 from inflight.engine.kv_cache import KvCache, cache_places
 from inflight.engine.layers.altup import ResidualStreams, add_low_rank, drop_small_gates, split_streams
-from inflight.engine.layers.embedding import embed
+from inflight.engine.layers.embedding import embed as embed_rows
 from inflight.engine.layers.experts import mix_experts
 from inflight.engine.layers.layer_operations import ACTIVATIONS, LayerOperations, apply_norm, rotate
 from inflight.engine.packing import PackedBatch, TileLimits, tile_limits
@@ -75,10 +75,11 @@ class Decoder:
         dtype: Data type of activations and KV cache, and of weights that are not quantized.
         adapters: The LoRA adapters on the device; None: adapters are not enabled.
         kernels: Name of the implementation of the layers.
-        has_fixed_shapes: See `Attention`; False with experts.
+        has_fixed_shapes: See `Attention`; False with experts, recurrent layers or a draft head.
         takes_fixed_rows: See `Attention`.
         needs_cleared_blocks: Whether the previous content of a KV block may affect the next sequence that uses it.
         row_kernels: Kernels on rows of logits, for sampling.
+        weights, part, collectives, max_sequence_length: The arguments of the same names.
     """
 
     kernels = "torch"
@@ -102,15 +103,18 @@ class Decoder:
         self.adapters: AdapterPool | None = None
         # finding the experts that have rows waits for the device
         self.has_fixed_shapes = (
-            attention.has_fixed_shapes and config.experts is None and config.recurrent is None
+            attention.has_fixed_shapes
+            and config.experts is None
+            and config.recurrent is None
+            and not config.has_draft_head
         )
         self.takes_fixed_rows = self.has_fixed_shapes and attention.takes_fixed_rows
-        self._part = part
+        self.part = part
         self._held = part.held_config(config)
         self._operations = operations or LayerOperations(self._held)
         self.row_kernels = row_kernels
         self._vocabulary = part.shard.split(config.vocab_size)
-        self._collectives = collectives
+        self.collectives = collectives
         self._first_layer = part.layers[0]
         self._places, self._state_places = _places(self._held), _state_places(self._held)
         self._mixers = [self._make_mixer(layer.recurrent) for layer in weights.layers]
@@ -121,7 +125,8 @@ class Decoder:
             max_sequence_length,
             picture_attention,
         )
-        self._weights = weights
+        self.weights = weights
+        self.max_sequence_length = max_sequence_length
         first = weights.layers[0]
         any_linear = first.input_projection or first.up or (first.experts and first.experts.router)
         assert any_linear is not None, "every layer has a linear layer"
@@ -150,7 +155,7 @@ class Decoder:
             return None
         name = self.config.recurrent_activation
         activation = self._operations.activation if name is None else ACTIVATIONS[name]
-        sum_over_ranks, operations = self._collectives.all_reduce, self._operations.recurrent
+        sum_over_ranks, operations = self.collectives.all_reduce, self._operations.recurrent
         return make_mixer(self._held.recurrent, weights, activation, sum_over_ranks, operations)
 
     def _find_section_factors(self) -> Tensor | None:
@@ -188,7 +193,7 @@ class Decoder:
         Raises:
             ValueError: An adapter that `packed` names is not loaded.
         """
-        weights = self._weights
+        weights = self.weights
         if active is None and packed.adapters is not None:
             active = self._pool().activate(packed.adapters)
         attention = self._attention.prepare(packed, cache)
@@ -227,6 +232,22 @@ class Decoder:
                 read = self._norm(x, following)
         return self._end_layers(x, embedded, streams)
 
+    def fill(self, packed: PackedBatch, cache: KvCache, hidden: Tensor) -> None:
+        """Store the keys and values of the first layer, which has attention, without computing the rest of it.
+
+        Args:
+            packed: The rows.
+            cache: The KV cache.
+            hidden: The layer's input [rows, hidden_size].
+        """
+        layer, places = self.weights.layers[0], cache_places(packed, cache.tokens_per_block)
+        x, rotation = self._norm(hidden, layer.first_norm), self._rotations(packed).get(self._layer_ropes[0])
+        if self.config.latent is not None and layer.latent is not None:
+            _, keys = self._compress(x, rotation, layer.qkv, layer.latent, self.config.latent)
+            cache.write(0, places, keys, keys)
+        else:
+            self._queries_keys_values(x, rotation, 0, layer, places, cache)
+
     def _rotations(self, packed: PackedBatch) -> dict[tuple[RopeConfig, int] | None, Any]:
         """Return the rows' rotations by kind of rotary positions, as `LayerOperations.rotation` makes them."""
         tables, positions = self._rope_tables, packed.positions
@@ -243,8 +264,8 @@ class Decoder:
         The embeddings are None without per-layer embeddings, which are made from them; the streams are None if
         there is only one. `hidden` is the previous stage's output, see `_end_layers`; None at the first stage.
         """
-        width, weights = self.config.hidden_size, self._weights
-        x = self._embed(packed) if hidden is None else hidden
+        width, weights = self.config.hidden_size, self.weights
+        x = self.embed(packed) if hidden is None else hidden
         if self.config.layer_inputs is None:
             return x, None, None
         embedded = x
@@ -266,10 +287,10 @@ class Decoder:
         and fewer numbers are sent.
         """
         if streams is not None:
-            assert self._weights.streams is not None, "several streams have weights"
-            join = self._weights.streams.join
+            assert self.weights.streams is not None, "several streams have weights"
+            join = self.weights.streams.join
             x = streams.all.flatten(1) if join is None else streams.join(join)
-        return x if self._part.is_last_stage or embedded is None else torch.cat((x, embedded), dim=1)
+        return x if self.part.is_last_stage or embedded is None else torch.cat((x, embedded), dim=1)
 
     def _end_attention(
         self, x: Tensor, read: Tensor, mixed: Tensor, layer: LayerWeights, norm: Norm | None
@@ -308,18 +329,18 @@ class Decoder:
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Return the logits [n, vocab_size] float32 of `forward`'s output `hidden` at the indices `rows` [n]
         int64."""
-        norm, head = self._weights.final_norm, self._weights.lm_head
+        norm, head = self.weights.final_norm, self.weights.lm_head
         assert norm is not None and head is not None, "the last stage makes the logits"
         logits = head(self._norm(hidden[rows], norm)).float()
         logits = finish_logits(logits, self.config)
-        return join_logits(logits, self.config.vocab_size, self._collectives)
+        return join_logits(logits, self.config.vocab_size, self.collectives)
 
     def reserve_adapters(self, num_pages: int, page_rank: int) -> None:
         """Allocate pages for adapters, each for `page_rank` ranks, before the first adapter is loaded.
 
         At most once.
         """
-        self.adapters = AdapterPool(self.config, self._part, num_pages, page_rank, self.dtype, self._device)
+        self.adapters = AdapterPool(self.config, self.part, num_pages, page_rank, self.dtype, self._device)
 
     def load_adapter(self, load: AdapterLoad) -> None:
         """Load an adapter into its pages, for rows of later batches."""
@@ -331,25 +352,26 @@ class Decoder:
 
     def normalize(self, hidden: Tensor) -> Tensor:
         """Apply the final norm to rows [n, hidden_size] of `forward`'s output; at the last stage."""
-        norm = self._weights.final_norm
+        norm = self.weights.final_norm
         assert norm is not None, "the last stage has the final norm"
         return self._norm(hidden, norm)
 
-    def _embed(self, packed: PackedBatch) -> Tensor:
-        learned = self._weights.position_embedding
-        x = embed(packed, self.config, self._vocabulary, self._look_up, self._collectives, learned)
-        return self._norm(x, self._weights.embedding_norm)
+    def embed(self, packed: PackedBatch) -> Tensor:
+        """Return the rows' embeddings [rows, hidden_size], the first layer's input; at the first stage."""
+        learned = self.weights.position_embedding
+        x = embed_rows(packed, self.config, self._vocabulary, self._look_up, self.collectives, learned)
+        return self._norm(x, self.weights.embedding_norm)
 
     def _look_up(self, token_ids: Tensor) -> Tensor:
-        assert self._weights.embedding is not None, "the first stage embeds the tokens"
-        return F.embedding(token_ids, self._weights.embedding)
+        assert self.weights.embedding is not None, "the first stage embeds the tokens"
+        return F.embedding(token_ids, self.weights.embedding)
 
     def _layer_inputs(self, packed: PackedBatch, embedded: Tensor | None) -> Tensor | None:
         """Return the rows' per-layer embeddings, [rows, layers, size]; None for a model without them.
 
         Virtual tokens are found by their ids, which every stage has; their embeddings come with `embedded`.
         """
-        config, weights = self.config.layer_inputs, self._weights.token_inputs
+        config, weights = self.config.layer_inputs, self.weights.token_inputs
         if config is None or weights is None or embedded is None:
             return None
         num_known = min(config.vocab_size, self.config.vocab_size)
@@ -383,9 +405,9 @@ class Decoder:
 
     def _row_parallel(self, linear: Linear, x: Tensor) -> Tensor:
         """Multiply with a weight whose inputs are divided among ranks; the bias is added once, to the sum."""
-        if self._collectives.size == 1:
+        if self.collectives.size == 1:
             return linear(x)
-        total = self._collectives.all_reduce(replace(linear, bias=None)(x))
+        total = self.collectives.all_reduce(replace(linear, bias=None)(x))
         return total if linear.bias is None else total + linear.bias
 
     def _attend(
@@ -528,7 +550,7 @@ class Decoder:
         if factors is not None and factors.mlp_gate != 1:
             inner.chunk(2, dim=-1)[0].mul_(factors.mlp_gate)
         if self._held.gate_sparsity and self._held.gate_sparsity[index]:
-            drop_small_gates(inner.chunk(2, dim=-1)[0], self._held.gate_sparsity[index], self._collectives)
+            drop_small_gates(inner.chunk(2, dim=-1)[0], self._held.gate_sparsity[index], self.collectives)
         computed = self._row_parallel(layer.down, self._operations.activate(inner, layer.activation))
         return _times(computed, factors and factors.mlp_output)
 
@@ -547,7 +569,7 @@ class Decoder:
             if experts.shared_gate is not None:
                 shared = torch.sigmoid(experts.shared_gate(x)) * shared
             given = given + shared
-        return self._collectives.all_reduce(given) if self._collectives.size > 1 else given
+        return self.collectives.all_reduce(given) if self.collectives.size > 1 else given
 
     def _mix_beside(
         self,
@@ -565,8 +587,8 @@ class Decoder:
         routed = self._norm(stream, norms.router) * self.config.hidden_size**-0.5
         read = self._norm(stream, norms.before)
         given = mix_experts(read, experts, config, self._operations.activate, routed)
-        if self._collectives.size > 1:
-            given = self._collectives.all_reduce(given)
+        if self.collectives.size > 1:
+            given = self.collectives.all_reduce(given)
         return self._norm(shared, norms.shared_after) + self._norm(given, norms.after)
 
     def _add(
@@ -584,11 +606,11 @@ class Decoder:
 
         If there are fewer heads than ranks, several ranks have the same head, which is counted once.
         """
-        if self._collectives.size == 1:
+        if self.collectives.size == 1:
             return self._norm(x.flatten(1), norm).view_as(x)
         wide = x.float()
-        squares = self._collectives.all_reduce(wide.square().sum((1, 2)))
-        copies = max(1, self._collectives.size // num_heads)
+        squares = self.collectives.all_reduce(wide.square().sum((1, 2)))
+        copies = max(1, self.collectives.size // num_heads)
         mean = squares / (copies * num_heads * self.config.head_dim)
         scale = torch.rsqrt(mean + self.config.norm_eps)
         return (wide * scale[:, None, None]).to(x.dtype) * norm.weight.view(x.shape[1:])

@@ -10,6 +10,7 @@ from inflight.checkpoint_config import ConfigFile
 from inflight.models.decoder_config import DecoderConfig, ExpertsConfig, LatentAttention
 from inflight.models.families.family import (
     AttentionNames,
+    DraftHeadNames,
     ExpertNames,
     ExpertStacks,
     Family,
@@ -47,7 +48,9 @@ ROUTED_EXPERT_NAMES = ExpertNames(
 )
 _V2_NAMES = replace(LLAMA_NAMES, attention=_ATTENTION, experts=ROUTED_EXPERT_NAMES)
 V3_NAMES = replace(
-    _V2_NAMES, experts=replace(ROUTED_EXPERT_NAMES, choice_bias="mlp.gate.e_score_correction_bias")
+    _V2_NAMES,
+    experts=replace(ROUTED_EXPERT_NAMES, choice_bias="mlp.gate.e_score_correction_bias"),
+    draft_head=DraftHeadNames(),
 )
 # Keys that the model's original code reads and transformers does not.
 _V2_NEUTRAL: NeutralKeys = {

@@ -296,6 +296,27 @@ class RecurrentNames:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftHeadNames:
+    """Names of the modules of a draft head (multi-token prediction), which shares embedding and output projection.
+
+    Attributes:
+        prefix: Prefix of all names of the head; "": that of the layer after the model's last one.
+        layer: Prefix of the head's layer, below `prefix`.
+        embedding_norm: Norm on the embedding of the newest token, below `prefix`.
+        hidden_norm: Norm on the hidden state before that token, below `prefix`.
+        projection: Projection of both, the embedding first, to the layer's input, below `prefix`.
+        final_norm: Norm on the layer's output, below `prefix`.
+    """
+
+    prefix: str = ""
+    layer: str = ""
+    embedding_norm: str = "enorm"
+    hidden_norm: str = "hnorm"
+    projection: str = "eh_proj"
+    final_norm: str = "shared_head.norm"
+
+
+@dataclass(frozen=True, slots=True)
 class WeightNames:
     """Names of modules; with `.weight` or `.bias` appended they are names of tensors.
 
@@ -320,6 +341,7 @@ class WeightNames:
         activation: Prefix, below the layer, of the learned parameters of xIELU; "" if the activation has none.
         layer_scale: Whole name, below the layer, of the factor of the residual stream after the layer; ""
             if there is none.
+        draft_head: Modules of the draft head that checkpoints may have; None if there is none.
         ignored: Suffixes of tensors that some versions save but no forward pass needs.
         left_out: Prefixes of tensors that are not read, such as tensors of draft layers.
         other_names: Patterns of names that some checkpoints have, such as those that transformers writes, and what
@@ -345,6 +367,7 @@ class WeightNames:
     laurel: LaurelNames | None = None
     activation: str = ""
     layer_scale: str = ""
+    draft_head: DraftHeadNames | None = None
     ignored: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     other_names: tuple[tuple[str, str], ...] = ()

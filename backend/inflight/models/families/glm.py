@@ -16,7 +16,7 @@ from inflight.models.families.deepseek import (
     read_routed_experts,
     read_v3,
 )
-from inflight.models.families.family import Family, NormNames, read_head_dim
+from inflight.models.families.family import DraftHeadNames, Family, NormNames, read_head_dim
 from inflight.models.families.llama import (
     FUSED_LLAMA_NAMES,
     LLAMA_NAMES,
@@ -44,6 +44,7 @@ _GLM4_MOE_NAMES = replace(
     LLAMA_NAMES,
     attention=NORMED_ATTENTION,
     experts=replace(ROUTED_EXPERT_NAMES, choice_bias="mlp.gate.e_score_correction_bias"),
+    draft_head=DraftHeadNames(),
 )
 # Instead of this key, transformers reads `mlp_layer_types`, whose default is this value.
 _LITE_NEUTRAL: NeutralKeys = {**V3_NEUTRAL, "first_k_dense_replace": (None, 1)}

@@ -9,6 +9,7 @@ from inflight.checkpoint_config import ConfigFile
 from inflight.json_values import is_list
 from inflight.models.decoder_config import DecoderConfig, ExpertsConfig
 from inflight.models.families.family import (
+    DraftHeadNames,
     ExpertNames,
     ExpertStacks,
     Family,
@@ -135,7 +136,20 @@ _DELTA_NAMES = RecurrentNames(
     step_bias="linear_attn.dt_bias",
     norm="linear_attn.norm",
 )
-_QWEN3_5_NAMES = replace(LLAMA_NAMES, attention=NORMED_ATTENTION, recurrent=_DELTA_NAMES, left_out=("mtp.",))
+_QWEN3_5_NAMES = replace(
+    LLAMA_NAMES,
+    attention=NORMED_ATTENTION,
+    recurrent=_DELTA_NAMES,
+    draft_head=DraftHeadNames(
+        prefix="mtp.",
+        layer="layers.0.",
+        embedding_norm="pre_fc_norm_embedding",
+        hidden_norm="pre_fc_norm_hidden",
+        projection="fc",
+        final_norm="norm",
+    ),
+    left_out=("mtp.",),
+)
 _QWEN3_NEXT_NAMES = replace(
     _QWEN3_5_NAMES,
     experts=QWEN_EXPERT_NAMES,

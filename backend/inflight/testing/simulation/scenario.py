@@ -301,9 +301,9 @@ def _draw_config(rng: random.Random, limits: EngineLimits, requests: list[Reques
 
 
 def _draw_speculation(seed: int) -> Speculation | None:
-    """Draw how the server drafts; half of the scenarios have suffix decoding."""
+    """Draw how the server drafts; each method has a quarter of the scenarios."""
     rng = random.Random(seed)
-    method = rng.choice([None, Speculation.PROMPT_LOOKUP, Speculation.SUFFIX, Speculation.SUFFIX])
+    method = rng.choice([None, Speculation.PROMPT_LOOKUP, Speculation.SUFFIX, Speculation.MTP])
     return None if method is None else Speculation(method, rng.choice([0, 1, 4]))
 
 

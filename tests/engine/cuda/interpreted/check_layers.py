@@ -482,7 +482,7 @@ def test_int8_weights_use_the_kernel_and_give_torchs_tokens(
     monkeypatch.setattr(load_decoder, "computed_dtype", lambda config, model: torch.float32)
     model = zoo["llama-gqa"]
     engine = load_engine(model.folder, dtype="int8", kernels="torch")
-    layer = engine.runner.decoder._weights.layers[0]
+    layer = engine.runner.decoder.weights.layers[0]
     assert all(
         each.product is product.int8_product for each in (layer.qkv, layer.output, layer.up, layer.down)
     )

@@ -1,0 +1,178 @@
+"""A checkpoint's own draft head (multi-token prediction), which guesses the next tokens of sequences.
+
+The head has one decoder layer. For the token at position p it reads the token's embedding and the hidden state at
+p - 1, the model's output after the final norm, and guesses the token at p + 1. The layer attends to the same pairs
+of embedding and hidden state at all positions from 1 to p. Embedding and output projection are the model's.
+
+The layer's keys and values are one more layer of the KV cache, and the hidden states are stored there too: blocks
+that are shared, copied or saved have all that the head needs. Every forward pass stores both for its rows, by
+`fill`. To guess more than one token, the head gets its own output, after its final norm, in place of the hidden
+state. The keys and values that it stores then are overwritten by the forward pass that verifies the guesses.
+
+References: vLLM `qwen3_next_mtp.py` and `deepseek_mtp.py`, SGLang `deepseek_nextn.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from inflight.core.request.head_drafts import GUESSED_ON_DEVICE
+from inflight.core.schedule.batch import ContextChunk, ScheduledBatch
+from inflight.engine.attention.gathering import gathering
+from inflight.engine.kv_cache import KvCache, cache_places
+from inflight.engine.layers.decoder import Decoder
+from inflight.engine.layers.layer_operations import apply_norm
+from inflight.engine.packing import PackedBatch
+from inflight.engine.rotary_tables import RotaryTables
+from inflight.engine.slots import SlotTable
+from inflight.engine.windows import AttentionWindow
+from inflight.models.decoder_weights import DecoderWeights, DraftHeadWeights, LayerWeights, Linear
+from inflight.models.sharding import Part
+from inflight.sampling.transfer import as_array, upload
+
+
+@dataclass(frozen=True, slots=True)
+class _Guess:
+    """A chunk whose draft tokens are to be guessed: how many, and the last known token with its position."""
+
+    slot: int
+    count: int
+    token_id: int
+    position: int
+
+
+class DraftHead:
+    """Guesses draft tokens, in torch's operators.
+
+    Args:
+        model: The decoder of the model.
+        weights: The weights of the head.
+        cache: The KV cache of a model with a draft head.
+    """
+
+    def __init__(
+        self, model: Decoder, weights: DraftHeadWeights[LayerWeights, Linear], cache: KvCache
+    ) -> None:
+        self._model, self._weights = model, weights
+        config, part = model.config.draft_layer, Part(model.part.shard, (0, 1), is_first_stage=False)
+        # There is no hidden state before the first token, so the pair at position 0 is never read.
+        windows = (AttentionWindow(model.max_sequence_length, begin=1),)
+        self._layer = Decoder(
+            config,
+            DecoderWeights(None, None, (weights.layer,), weights.final_norm, model.weights.lm_head),
+            windows,
+            model.max_sequence_length,
+            part,
+            model.collectives,
+            gathering(part.held_config(config)),
+        )
+        self._cache, self._hidden, self._size = cache.draft_layer(), cache.hidden, cache.tokens_per_block
+
+    def fill(self, packed: PackedBatch, hidden: Tensor) -> None:
+        """Store hidden states, keys and values of a batch's rows.
+
+        Args:
+            packed: The rows.
+            hidden: The output of the model's last layer, [rows, hidden_size].
+        """
+        self._hidden.index_copy_(0, cache_places(packed, self._size), self._model.normalize(hidden))
+        self._layer.fill(packed, self._cache, self._input(packed, self._before(packed)))
+
+    def guess(self, batch: ScheduledBatch, slots: SlotTable, rotary: RotaryTables) -> ScheduledBatch:
+        """Return the batch with guessed tokens in place of GUESSED_ON_DEVICE; waits for the device.
+
+        Args:
+            batch: The batch, whose blocks are in the block tables of `slots`.
+            slots: The slots.
+            rotary: The slots' rotary tables.
+        """
+        wanted = [
+            _Guess(chunk.slot, chunk.num_draft_tokens, chunk.token_ids[known], chunk.start + known)
+            for chunk in batch.context
+            if chunk.token_ids[-1] == GUESSED_ON_DEVICE
+            for known in (len(chunk.token_ids) - chunk.num_draft_tokens - 1,)
+        ]
+        if not wanted:
+            return batch
+        # as in `PackedBatch`, longer sequences first
+        found = self._guess(sorted(wanted, key=lambda each: -each.position), slots, rotary)
+        return replace(batch, context=tuple(_with_drafts(chunk, found) for chunk in batch.context))
+
+    def _guess(
+        self, wanted: Sequence[_Guess], slots: SlotTable, rotary: RotaryTables
+    ) -> dict[int, list[int]]:
+        """Return the guessed tokens by slot."""
+        device = slots.last_tokens.device
+        tokens = upload(np.array([each.token_id for each in wanted]), device)
+        rows, guessed = list(range(len(wanted))), list[Tensor]()
+        hidden: Tensor | None = None
+        for step in range(max(each.count for each in wanted)):
+            kept = [place for place, row in enumerate(rows) if wanted[row].count > step]
+            rows = [rows[place] for place in kept]
+            if len(kept) < len(tokens):
+                index = upload(np.array(kept), device)
+                tokens, hidden = tokens[index], None if hidden is None else hidden[index]
+            positions = np.array([wanted[row].position + step for row in rows])
+            packed = _pack(tokens, [wanted[row].slot for row in rows], positions, slots, rotary)
+            x = self._input(packed, self._before(packed) if hidden is None else hidden)
+            output = self._layer.forward(packed, self._cache, x)
+            hidden = self._layer.normalize(output)
+            tokens = self._layer.logits(output, packed.sampled_rows).argmax(dim=-1)
+            guessed.append(tokens)
+        flat = iter(as_array(torch.cat(guessed).cpu()).tolist())
+        found = {each.slot: list[int]() for each in wanted}
+        for step in range(len(guessed)):
+            for each in wanted:
+                if each.count > step:
+                    found[each.slot].append(next(flat))
+        return found
+
+    def _before(self, packed: PackedBatch) -> Tensor:
+        """Return the hidden states at the positions before the rows, [rows, hidden_size]; undefined for rows at
+        position 0."""
+        before = replace(packed, positions=(packed.positions - 1).clamp(min=0))
+        return self._hidden[cache_places(before, self._size)]
+
+    def _input(self, packed: PackedBatch, hidden: Tensor) -> Tensor:
+        """Return the layer's input for tokens with `hidden` before them, [rows, hidden_size]."""
+        weights, eps = self._weights, self._model.config.norm_eps
+        embedded = apply_norm(self._model.embed(packed), weights.embedding_norm, eps)
+        return weights.projection(torch.cat([embedded, apply_norm(hidden, weights.hidden_norm, eps)], dim=-1))
+
+
+def _pack(
+    tokens: Tensor,
+    of_slots: Sequence[int],
+    positions: NDArray[np.int64],
+    slots: SlotTable,
+    rotary: RotaryTables,
+) -> PackedBatch:
+    """Return generation rows of these slots, longer sequences first."""
+    device, count = tokens.device, len(of_slots)
+    rows = upload(np.array([of_slots, positions]), device)
+    every = torch.arange(count + 1, device=device)
+    return PackedBatch(
+        token_ids=tokens,
+        positions=rows[1],
+        slots=rows[0],
+        sampled_rows=every[:count],
+        bounds=every,
+        chunks=(),
+        generation_begin=0,
+        generation_lengths=positions + 1,
+        block_tables=slots.block_tables,
+        rotations=rotary.rotations(list(of_slots), positions.tolist()),
+    )
+
+
+def _with_drafts(chunk: ContextChunk, drafts: dict[int, list[int]]) -> ContextChunk:
+    if chunk.token_ids[-1] != GUESSED_ON_DEVICE:
+        return chunk
+    known = chunk.token_ids[: len(chunk.token_ids) - chunk.num_draft_tokens]
+    return replace(chunk, token_ids=(*known, *drafts[chunk.slot]))

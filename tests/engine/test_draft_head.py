@@ -1,0 +1,274 @@
+"""Draft heads: guesses as by transformers' layers, and tokens as without guesses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from inflight.config import Speculation
+from inflight.core.request.adapter import LoraRequest
+from inflight.core.request.request import ExternalDraft, OutputOptions, Request
+from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.schedule.batch import ScheduledBatch
+from inflight.engine.engine import ModelEngine
+from inflight.engine.kv_cache import KvCache, block_bytes
+from inflight.errors import ConfigError
+from inflight.models.registry import read_model_description
+from tests.engine.lora import make_adapter, stored
+from tests.engine.ranks import ranks
+from tests.engine.serving import Served, config_of, load, serve
+from tests.models.draft_heads import DraftingModel, make_drafting_model
+from tests.models.zoo import Zoo
+from tests.tiers import with_all
+
+CASES = ("qwen3-next", "qwen3.5", "qwen3.5-moe", "deepseek-v3", "glm4-moe", "glm4-moe-lite")
+METRICS = OutputOptions(return_perf_metrics=True)
+NUM_TOKENS = 24
+WAYS = ("no-evict", "utilization-chunked-no-reuse", "utilization")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function that makes each model once."""
+    made: dict[tuple[str, bool], DraftingModel] = {}
+
+    def get(case: str, agrees: bool = False) -> DraftingModel:
+        if (case, agrees) not in made:
+            made[case, agrees] = make_drafting_model(tmp_path_factory.mktemp(case), case, agrees)
+        return made[case, agrees]
+
+    return get
+
+
+@dataclass
+class Guesses:
+    """Collects what the head of an engine guesses: by request id, the number of known tokens and the guesses."""
+
+    engine: ModelEngine
+    found: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
+    owners: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        head = self.engine.runner._draft_head
+        guess = head.guess
+
+        def listen(batch: ScheduledBatch, *arguments: Any) -> ScheduledBatch:
+            self.owners |= {start.slot: start.request.request_id for start in batch.starts}
+            guessed = guess(batch, *arguments)
+            for chunk in guessed.context:
+                if count := chunk.num_draft_tokens:
+                    known = chunk.start + len(chunk.token_ids) - count
+                    self.found.append((self.owners[chunk.slot], known, chunk.token_ids[-count:]))
+            return guessed
+
+        head.guess = listen
+
+
+def make_requests(model: DraftingModel, count: int = 6) -> list[Request]:
+    """Return requests of which some have a prompt with a common beginning, and some sample."""
+    samplings = (SamplingConfig(), SamplingConfig(temperature=0.9, top_k=20, random_seed=5))
+    return [
+        Request(
+            number,
+            (*model.prompt(17), *model.prompt(3 + 4 * number, number))[: 45 - number],
+            NUM_TOKENS,
+            sampling=samplings[number % 3 == 2],
+            output=METRICS,
+        )
+        for number in range(count)
+    ]
+
+
+def with_head(way: str, count: int) -> Any:
+    return config_of(way, speculative_decoding_mode=Speculation(Speculation.MTP, count))
+
+
+@pytest.mark.parametrize("case", with_all(CASES, ("qwen3-next", "deepseek-v3", "qwen3.5")))
+@pytest.mark.parametrize("way", with_all(WAYS, WAYS[:2]))
+def test_guesses_are_those_of_transformers_layers(models: Any, case: str, way: str) -> None:
+    """Chunks, reused blocks and pauses leave the head's cache complete, and no guess changes a token."""
+    model = models(case)
+    requests = make_requests(model)
+    plain = serve(load(model.folder, 200, 6, kernels="torch"), config_of(way), requests)
+    engine = load(model.folder, 26, 4, has_draft_head=True)
+    guesses = Guesses(engine)
+    served = serve(engine, with_head(way, 3), requests)
+    for request in requests:
+        assert served.tokens(request) == plain.tokens(request)
+    assert len(guesses.found) > 3 * len(requests)
+    for request_id, known, guessed in guesses.found[:: len(guesses.found) // 40 + 1]:
+        tokens = [*requests[request_id].input_token_ids, *plain.tokens(request_id)][:known]
+        assert list(guessed) == model.guesses(tokens, len(guessed)), (request_id, known)
+
+
+@pytest.mark.parametrize("case", with_all(CASES, ("qwen3.5", "deepseek-v3")))
+def test_right_guesses_save_iterations(models: Any, case: str) -> None:
+    model = models(case, agrees=True)
+    request = Request(0, model.prompt(9), 40, output=METRICS)
+    plain = serve(load(model.folder, 100, kernels="torch"), config_of("no-evict"), [request])
+    assert plain.tokens(0) == model.greedy(request.input_token_ids, 40)
+    for count in (1, 3):
+        served = serve(load(model.folder, 100, has_draft_head=True), with_head("no-evict", count), [request])
+        assert served.tokens(0) == plain.tokens(0)
+        metrics = served.result(0).perf_metrics
+        assert 10 < metrics.num_accepted_draft_tokens <= metrics.num_draft_tokens
+        assert served.num_iterations == plain.num_iterations - metrics.num_accepted_draft_tokens
+
+
+@pytest.mark.parametrize("case", with_all(CASES, ("qwen3-next", "glm4-moe")))
+def test_requests_of_all_kinds_have_the_same_results_with_and_without_guesses(models: Any, case: str) -> None:
+    """Beams, logits and additional outputs have no drafts; adapters, stops and own drafts have effect as ever."""
+    model = models(case, agrees=True)
+    first = Request(0, model.prompt(19), 20, output=METRICS)
+    tokens = serve(load(model.folder, 60, kernels="torch"), config_of("no-evict"), [first]).tokens(0)
+    requests = [
+        first,
+        replace(first, request_id=7, max_new_tokens=200),
+        replace(first, request_id=1, sampling=SamplingConfig(beam_width=3)),
+        replace(first, request_id=2, output=OutputOptions(return_generation_logits=True)),
+        replace(
+            first, request_id=3, output=OutputOptions(return_log_probs=True, return_prompt_log_probs=True)
+        ),
+        replace(first, request_id=4, stop_words=(tuple(tokens[6:8]),)),
+        replace(first, request_id=5, draft=ExternalDraft((*tokens[:2], 5, 6))),
+        replace(first, request_id=6, lora=LoraRequest(3)),
+        replace(
+            first,
+            request_id=8,
+            sampling=SamplingConfig(temperature=1.1, random_seed=7, num_return_sequences=2),
+        ),
+        replace(first, request_id=9, sampling=SamplingConfig(repetition_penalty=1.3), end_ids=(tokens[12],)),
+        replace(first, request_id=10, input_token_ids=model.prompt(1)),
+    ]
+    adapters = {6: stored(make_adapter(model, r=4, lora_alpha=4, target_modules=["o_proj"]).weights, 3)}
+
+    def run(way: str, count: int | None) -> Served:
+        engine = load(
+            model.folder,
+            70,
+            8,
+            kernels="torch",
+            has_draft_head=count is not None,
+            lora_cache_gpu_memory_fraction=0.05,
+        )
+        config = config_of(way) if count is None else with_head(way, count)
+        return serve(engine, config, requests, stops={7: 9}, adapters=adapters)
+
+    plain = run("no-evict", None)
+    for way, count in (("no-evict", 2), ("utilization-chunked-no-reuse", 4)):
+        served = run(way, count)
+        for key in plain.responses:
+            found, expected = served.result(*key), plain.result(*key)
+            if key[0] == 7:  # stopped when it had more tokens
+                assert 4 < len(plain.tokens(7)) <= len(served.tokens(7)) < 200
+                assert served.tokens(7)[: len(plain.tokens(7))] == plain.tokens(7)
+                continue
+            assert (found.output_token_ids, found.finish_reasons) == (
+                expected.output_token_ids,
+                expected.finish_reasons,
+            ), key
+            for of_found, of_expected in zip(found.log_probs or (), expected.log_probs or (), strict=True):
+                assert of_found == pytest.approx(of_expected, abs=1e-4)
+        assert served.result(0).perf_metrics.num_accepted_draft_tokens > 3
+
+
+@pytest.mark.parametrize("case", with_all(CASES, ("qwen3-next",)))
+def test_two_tensor_parallel_ranks_guess_the_same_tokens(models: Any, case: str) -> None:
+    model = models(case, agrees=True)
+    requests = make_requests(model, 4)
+    plain = serve(load(model.folder, 80, kernels="torch"), config_of("no-evict"), requests)
+    one = serve(load(model.folder, 80, has_draft_head=True), with_head("no-evict", 2), requests)
+    with ranks(model.folder, (2, 1), 80, has_draft_head=True) as engine:
+        two = serve(engine, with_head("no-evict", 2), requests)
+    for request in requests:
+        assert two.tokens(request) == one.tokens(request) == plain.tokens(request)
+        assert two.result(request).perf_metrics.num_draft_tokens == (
+            one.result(request).perf_metrics.num_draft_tokens
+        )
+    right = [
+        sum(served.result(request).perf_metrics.num_accepted_draft_tokens for request in requests)
+        for served in (one, two)
+    ]
+    assert right[0] == right[1] > 5
+
+
+def test_a_head_needs_memory_for_its_layer_and_for_hidden_states(models: Any) -> None:
+    decoder = read_model_description(models("qwen3.5").folder).decoder
+    with_it = replace(decoder, has_draft_head=True)
+    cache = KvCache(with_it, 4, 16, torch.bfloat16, torch.device("cpu"))
+    more = block_bytes(with_it, 16, torch.bfloat16) - block_bytes(decoder, 16, torch.bfloat16)
+    assert more == 16 * 2 * (decoder.cached_size + decoder.hidden_size)
+    blocks = sum(memory.nbytes for memory in cache._memories())
+    assert blocks == 5 * block_bytes(with_it, 16, torch.bfloat16)
+
+
+def test_saved_blocks_have_all_that_the_head_needs(models: Any) -> None:
+    """A block's bytes, copied to another block, are the head's keys, values and hidden states too."""
+    model = models("deepseek-v3")
+    engine = load(model.folder, 20, has_draft_head=True)
+    serve(engine, with_head("no-evict", 2), [Request(0, model.prompt(20), 4)])
+    cache = engine.runner.cache
+    assert cache.hidden.view(21, -1).any(dim=1).sum() == 3
+    before = [memory.clone() for memory in cache._memories()]
+    used = int(cache.hidden.view(21, -1).any(dim=1).nonzero()[0, 0])
+    other = (used + 10) % 20
+    with torch.inference_mode():
+        cache.copy(torch.tensor([used]), torch.tensor([other]))
+    for memory, old in zip(cache._memories(), before, strict=True):
+        assert torch.equal(memory[:, :, other], old[:, :, used]) and old[:, :, used].any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kernels": "native"}, "kernels is native, but there is no compiled code: .* a draft head"),
+        (
+            {"implementation": "transformers"},
+            "mtp, expected none, prompt-lookup or suffix: engine is transformers",
+        ),
+        ({"implementation": "tensorrt"}, "mtp, expected none, prompt-lookup or suffix: engine is tensorrt"),
+    ],
+)
+def test_engines_without_draft_heads_refuse_them(models: Any, changes: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(models("qwen3.5").folder, 20, has_draft_head=True, **changes)
+
+
+def test_pipeline_stages_refuse_draft_heads(models: Any) -> None:
+    message = "pipeline_parallel_size is 2, expected 1: speculative_decoding_mode is mtp"
+    with (
+        pytest.raises(ConfigError, match=message),
+        ranks(models("qwen3.5").folder, (1, 2), has_draft_head=True),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (
+            "qwen3.5",
+            r"expected a checkpoint with a draft head: missing mtp\.pre_fc_norm_embedding\.weight, .* more$",
+        ),
+        (
+            "deepseek-v3",
+            r"expected a checkpoint with a draft head: missing model\.layers\.3\.enorm\.weight, .* more$",
+        ),
+        ("llama-gqa", r"expected a family with a draft head \(tensors mtp\.\*"),
+    ],
+)
+def test_a_checkpoint_without_a_head_is_refused_by_the_tensors_names(
+    zoo: Zoo, case: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"speculative_decoding_mode is mtp, {message}"):
+        load(zoo[case].folder, 20, has_draft_head=True)
+
+
+def test_without_mtp_the_head_is_not_read(models: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        engine = load(models("qwen3.5").folder, 20)
+    assert "tensors not read: mtp (" in caplog.text
+    assert engine.runner._draft_head is None and len(engine.runner.cache.hidden) == 0
