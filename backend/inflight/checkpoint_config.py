@@ -283,6 +283,7 @@ class CheckpointFacts:
         stated = self._size(
             "intermediate_size_mlp",
             "intermediate_size",
+            "block_ff_dim",
             "n_inner",
             "ffn_hidden_size",
             "shared_expert_intermediate_size",

@@ -95,10 +95,9 @@ def test_facts_of_published_checkpoints_equal_those_of_a_load(tmp_path: Path, na
     assert facts.longest_sequence == decoder.max_positions
     assert facts.eos_token_ids == decoder.eos_token_ids
     if name in MLP_WIDTHS:  # of the layers with the width that config.json states
-        decoder = replace(
-            decoder,
-            intermediate_size=PUBLISHED[name].get("text_config", PUBLISHED[name])["intermediate_size"],
-        )
+        values = PUBLISHED[name].get("text_config", PUBLISHED[name])
+        key = "intermediate_size" if "intermediate_size" in values else "block_ff_dim"
+        decoder = replace(decoder, intermediate_size=values[key])
     _check_sizes(facts, decoder)
 
 
