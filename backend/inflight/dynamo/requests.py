@@ -74,20 +74,18 @@ def read_request(asked: _Fields, description: EngineDescription, request_id: str
         Unsupported: An option that this worker does not convert.
     """
     _refuse_others("", asked, _ROUTING | _GROUPS)
-    stops, sampling, outputs, routing, extra = (
-        asked.get(name) or {}
-        for name in ("stop_conditions", "sampling_options", "output_options", "routing", "extra_args")
-    )
+    names = ("stop_conditions", "sampling_options", "output_options", "routing", "extra_args")
+    stops, sampling, outputs, routing, extra = (_group(asked, name) for name in names)
     _refuse_others("", stops, _STOPS)
     _refuse_others("", outputs, _OUTPUTS)
     _refuse_others("extra_args.", extra, {"sampling_options", "nvext"})  # `routing` has the values of nvext
-    lists: _Fields = extra.get("sampling_options") or {}
+    lists = _group(extra, "sampling_options")
     _refuse_others("", lists, _LISTS)
     if routing.get("lora_name"):
         raise Unsupported(
             Name("lora_name"), f": this worker serves no LoRA adapters, got {routing['lora_name']!r}"
         )
-    guide = _guide(sampling.get("guided_decoding") or {})
+    guide = _guide(_group(sampling, "guided_decoding"))
     if guide is not None and asked.get("require_reasoning"):
         raise Unsupported(
             Name("guided_decoding"),
@@ -124,6 +122,12 @@ def read_request(asked: _Fields, description: EngineDescription, request_id: str
     return request
 
 
+def _group(asked: _Fields, name: str) -> _Fields:
+    """Return a group of options; one that is missing or None has none."""
+    given: _Fields | None = asked.get(name)
+    return {} if given is None else given
+
+
 def _refuse_others(prefix: str, given: _Fields, known: Collection[str]) -> None:
     """Raise Unsupported with the first option that has a value and is not among the `known` ones."""
     for name, value in given.items():
@@ -155,7 +159,7 @@ def _sampling(options: _Fields, min_tokens: int, allowed: Collection[int]) -> Sa
     for name in ("n", "best_of"):  # Dynamo ends a worker's stream with the first choice that ends
         if options.get(name) not in (None, 1):
             raise Unsupported(Name(name), f" must be 1, got {options[name]}: send several requests")
-    values = {name: value for name in _SAME if (value := options.get(name)) is not None}
+    values: dict[str, Any] = {name: value for name in _SAME if (value := options.get(name)) is not None}
     if values.get("top_p") == 0.0:  # only the likeliest token; for the engine, it would mean no limit
         values["temperature"] = 0.0
     seed = options.get("seed")
