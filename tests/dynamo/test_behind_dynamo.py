@@ -35,7 +35,7 @@ NEEDED = (
     "pydantic<=2.13.5", "uvloop", "msgspec", "pyzmq", "prometheus-client", "pyyaml", "packaging",
     "typing-extensions",
 )  # fmt: skip
-"""What the frontend and the worker import; Dynamo's planner and other parts need more."""
+"""Packages that the frontend and the worker import; Dynamo's planner and other parts need more."""
 DEMO_MODEL = default_repository() / "tensorrt_llm" / "1" / "demo_model"
 PREFIXES = ("def alpha(self, name): return name\n" * 20, "class Beta(object): size = 4\n" * 20)
 """The beginnings of the prompts of two groups of conversations; each has some full KV blocks."""

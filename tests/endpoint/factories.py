@@ -118,7 +118,7 @@ class Batcher:
 
     Attributes:
         read_state: Function that returns its state; tests may replace it.
-        reports: What it reports, whatever the kind.
+        reports: The answer to `reports`, whatever the kind.
         adapters: Its adapters.
     """
 

@@ -81,10 +81,8 @@ def read_request(asked: _Fields, description: EngineDescription, request_id: str
     _refuse_others("extra_args.", extra, {"sampling_options", "nvext"})  # `routing` has the values of nvext
     lists = _group(extra, "sampling_options")
     _refuse_others("", lists, _LISTS)
-    if routing.get("lora_name"):
-        raise Unsupported(
-            Name("lora_name"), f": this worker serves no LoRA adapters, got {routing['lora_name']!r}"
-        )
+    if adapter := routing.get("lora_name"):
+        raise Unsupported(Name("lora_name"), f": this worker serves no LoRA adapters, got {adapter!r}")
     guide = _guide(_group(sampling, "guided_decoding"))
     if guide is not None and asked.get("require_reasoning"):
         raise Unsupported(
@@ -162,9 +160,10 @@ def _sampling(options: _Fields, min_tokens: int, allowed: Collection[int]) -> Sa
     values: dict[str, Any] = {name: value for name in _SAME if (value := options.get(name)) is not None}
     if values.get("top_p") == 0.0:  # only the likeliest token; for the engine, it would mean no limit
         values["temperature"] = 0.0
+    values["top_p"] = values.get("top_p") or 1.0
     seed = options.get("seed")
     return SamplingConfig(
-        **values | {"top_p": values.get("top_p") or 1.0},
+        **values,
         top_k=max(options.get("top_k") or 0, 0),
         random_seed=secrets.randbits(64) if seed is None else seed % (1 << 64),
         min_length=min_tokens,
