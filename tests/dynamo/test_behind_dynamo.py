@@ -19,6 +19,7 @@ import urllib.request
 import venv
 from collections.abc import Iterator
 from functools import partial
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,15 @@ def ask(url: str, path: str, **body: Any) -> dict[str, Any]:
         return json.load(answer)
 
 
+def open_stream(site: Site, **body: Any) -> HTTPResponse:
+    request = urllib.request.Request(
+        f"{site.url}/v1/completions",
+        json.dumps({"model": "demo", "stream": True, **body}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    return urllib.request.urlopen(request)
+
+
 def metric(url: str, name: str) -> float:
     """Return the sum of a metric's values; `name` is a regular expression."""
     with urllib.request.urlopen(f"{url}/metrics") as answer:
@@ -265,6 +275,18 @@ def test_conversations_land_at_the_server_that_has_their_beginning(site: Site) -
             assert metric(site.urls[1 - number], misses) == away
 
 
+def test_a_client_that_leaves_stops_its_request(site: Site) -> None:
+    name = r'inflight_finished_sequences_total\{.*finish_reason="CANCELLED"'
+
+    def num_cancelled() -> float:
+        return sum(metric(url, name) for url in site.urls)
+
+    before = num_cancelled()
+    with open_stream(site, prompt="class Left(object):\n    def", max_tokens=900, temperature=0) as stream:
+        stream.readline()
+    assert eventually(lambda: num_cancelled() == before + 1)
+
+
 @pytest.mark.parametrize(
     ("victim", "number"),
     [("worker", signal.SIGKILL), ("server", signal.SIGKILL), ("worker", signal.SIGTERM)],
@@ -274,14 +296,9 @@ def test_a_stream_goes_on_elsewhere_without_losing_a_token(
 ) -> None:
     body = {"prompt": f"class {victim}{number}(object):\n    def", "max_tokens": 900, "temperature": 0}
     (expected,) = ask(site.urls[0], "/v1/completions", **body)["choices"]
-    request = urllib.request.Request(
-        f"{site.url}/v1/completions",
-        json.dumps({"model": "demo", "stream": True, **body}).encode(),
-        {"Content-Type": "application/json"},
-    )
     texts: list[str] = []
     place = -1
-    with urllib.request.urlopen(request) as stream:
+    with open_stream(site, **body) as stream:
         for line in stream:
             if not line.startswith(b"data: {"):
                 continue
