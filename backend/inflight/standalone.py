@@ -33,6 +33,7 @@ from inflight.server.supervisor import Signals
 
 if TYPE_CHECKING:
     from inflight.build import OnHang, RunningEngine
+    from inflight.config import Parameters
 
 _ENGINE = "tensorrt_llm"
 _CHECK_S = 0.1
@@ -78,7 +79,8 @@ def _check(options: ServerOptions) -> None:
 def _serve(options: ServerOptions, folder: Path, ports: Ports, log: TextIO) -> int:
     assert ports.openai is not None, "checked"
     repository = lay_out(options, folder / "models")
-    socket = Path(endpoint_path(os.getpid(), _ENGINE, str(folder)))
+    parameters = _read_parameters(repository)
+    socket = Path(parameters.engine_endpoint or endpoint_path(os.getpid(), _ENGINE, str(folder)))
     pictures = make_pictures(options, repository, folder, log)
     wanted = replace(
         options.openai,
@@ -92,7 +94,7 @@ def _serve(options: ServerOptions, folder: Path, ports: Ports, log: TextIO) -> i
         if process:
             process.start()
     try:
-        running = _start_engine(repository, socket, partial(_end, log))
+        running = _start_engine(parameters, repository, socket, partial(_end, log))
         try:
             with Signals() as signals:
                 ready = f"READY openai={openai.url} model={repository.checkpoint}"
@@ -105,14 +107,24 @@ def _serve(options: ServerOptions, folder: Path, ports: Ports, log: TextIO) -> i
                 process.kill()
 
 
-def _start_engine(repository: RuntimeRepository, socket: Path, on_hang: OnHang) -> RunningEngine:
+def _read_parameters(repository: RuntimeRepository) -> Parameters:
+    """Return the engine's parameters. Raises ServeError if they are invalid, or need several ranks."""
+    try:
+        parameters = read_engine_parameters(repository.path, _ENGINE)
+    except ConfigError as error:
+        raise ServeError(str(error)) from None
+    if parameters.tensor_parallel_size * parameters.pipeline_parallel_size > 1:
+        raise OptionError("--no-triton serves with one rank: several ranks need a tritonserver")
+    return parameters
+
+
+def _start_engine(
+    parameters: Parameters, repository: RuntimeRepository, socket: Path, on_hang: OnHang
+) -> RunningEngine:
     """Load the model and serve it at the socket. Raises ServeError if the model cannot be loaded."""
     from inflight.build import build_engine, check_parameters
 
     try:
-        parameters = read_engine_parameters(repository.path, _ENGINE)
-        if parameters.tensor_parallel_size * parameters.pipeline_parallel_size > 1:
-            raise OptionError("--no-triton serves with one rank: several ranks need a tritonserver")
         check_parameters(parameters)
         version = repository.path / _ENGINE / "1"
         running = build_engine(parameters, str(version), str(socket), on_hang=on_hang)

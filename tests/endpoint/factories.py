@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
+from inflight.core.report.reports import Reports
 from inflight.core.request.adapter_command import AdapterState
 from inflight.core.request.engine_description import EngineDescription, ModelLimits
 from inflight.core.request.request import Request
@@ -117,17 +118,20 @@ class Batcher:
 
     Attributes:
         read_state: Function that returns its state; tests may replace it.
+        reports: The answer to `reports`, whatever the kind.
         adapters: Its adapters.
     """
 
     def __init__(self, description: EngineDescription = DESCRIPTION) -> None:
         self._work = threading.Semaphore(0)
         self.read_state: Callable[[float], str] = lambda timeout_s: json.dumps({"timeout_s": timeout_s})
+        self.reports = Reports()
         self.adapters = FakeAdapters()
         self.client = LocalEngineClient(
             description,
             self._work.release,
             lambda timeout_s: self.read_state(timeout_s),
+            lambda kind, timeout_s: self.reports,
             adapters=self.adapters,
         )
 

@@ -11,7 +11,6 @@ import pytest
 from inflight.guided.backend import MaskJob
 from inflight.guided.make_backend import make_backend
 from inflight.guided.vocabulary import GuideVocabulary
-from inflight.openai import guides
 from inflight.openai.errors import ApiError
 from inflight.openai.guides import read_guide
 from inflight.openai.protocol import CompletionBody
@@ -115,7 +114,7 @@ def test_a_choice_may_have_thousands_of_texts(library: str, count: int) -> None:
 
 
 def test_rules_of_a_choice_are_short_for_any_number_of_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guides, "_MAX_ALTERNATIVES", 10)
+    monkeypatch.setattr("inflight.core.request.guide._MAX_ALTERNATIVES", 10)
     choices = [str(number) for number in range(101)]
     guide = read_guide(CompletionBody.model_validate({"prompt": "x", "guided_choice": choices}))
     assert guide is not None

@@ -17,7 +17,8 @@ from inflight import serve_command
 
 def test_v1_is_served_until_a_signal(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "inflight", "serve", "--no-triton", "--openai-port", "0"]
-    command += ["--log-format", "json"]
+    engine = tmp_path / "engine.sock"
+    command += ["--log-format", "json", "--set", f"engine_endpoint={engine}"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     log = tmp_path / "log"
     with (
@@ -30,6 +31,7 @@ def test_v1_is_served_until_a_signal(tmp_path: Path) -> None:
         try:
             ready = process.stdout.readline().split()
             assert ready[0] == "READY"
+            assert engine.is_socket()
             url = ready[1].removeprefix("openai=")
             body = {"model": "demo_model", "prompt": "def f(", "max_tokens": 3}
             request = urllib.request.Request(
@@ -45,6 +47,7 @@ def test_v1_is_served_until_a_signal(tmp_path: Path) -> None:
         finally:
             process.kill()
     assert not list(tmp_path.glob("inflight-server-*"))
+    assert not engine.exists()
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert [line["output_tokens"] for line in lines if line.get("front") == "openai"] == [3]
     assert {"engine", "openai", "access"} >= {line["source"] for line in lines} >= {"engine", "access"}

@@ -134,10 +134,8 @@ class Usage:
         """Count a result's cached prompt tokens, once per prompt: all sequences share the prompt's computation."""
         metrics = result.perf_metrics
         if metrics is not None and result.sequence_index == 0:
-            length, size = self._prompt_lengths[batch_index], self._tokens_per_block
-            # The last reused block may match only in part, to an unknown length, so only whole blocks count.
-            num_whole = min(metrics.num_reused_blocks, length // size - metrics.num_missed_blocks)
-            self._cached[batch_index] = min(max(num_whole, 0) * size, length - 1)
+            length = self._prompt_lengths[batch_index]
+            self._cached[batch_index] = metrics.cached_tokens(length, self._tokens_per_block)
 
     def of_chunk(self, body: SamplingBody) -> dict[str, Any]:
         """Return the fields to add to a stream's chunk: `usage` with the counts so far, or null, or no field."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -21,8 +20,6 @@ _FORMAT_FIELDS = {
     "structural_tag": {"type", "structures", "triggers", "sequence"},
 }
 """Allowed keys of a response_format, by the value of its key `type`."""
-_MAX_ALTERNATIVES = 1000
-"""Largest number of alternatives in one rule of a grammar. llguidance accepts at most 2000."""
 _SCHEMA_FIELDS = {"name", "description", "schema", "strict"}
 _FORMATS = "text, json_object, json_schema, regex, grammar or structural_tag"
 
@@ -168,34 +165,13 @@ def _required(asked: dict[str, Any], *names: str) -> str:
 
 
 def _choice(name: str, choices: Sequence[str]) -> Guide:
-    """Return a grammar that matches exactly these texts."""
+    """Return a guide that matches exactly these texts."""
     if not choices or not all(choices):
         raise invalid(
             name,
             f"{name} must have texts to choose from, none of them empty, got {_shown(list(choices[:9]))}",
         )
-    rules: list[str] = []
-    alternatives = [_quoted(choice) for choice in choices]
-    while len(alternatives) > _MAX_ALTERNATIVES:
-        parts = [
-            alternatives[start : start + _MAX_ALTERNATIVES]
-            for start in range(0, len(alternatives), _MAX_ALTERNATIVES)
-        ]
-        alternatives = [f"part{len(rules) + number}" for number in range(len(parts))]
-        rules += [f"{part} ::= {' | '.join(texts)}" for part, texts in zip(alternatives, parts)]
-    return Guide(GuideKind.EBNF_GRAMMAR, "\n".join([f"root ::= {' | '.join(alternatives)}", *rules]))
-
-
-def _quoted(text: str) -> str:
-    r"""Quote a text for a grammar, with control characters as \xNN, which both xgrammar and llguidance
-    accept.
-
-    xgrammar reads further hexadecimal digits after \xNN as part of the number, so a new literal begins after
-    \xNN.
-    """
-    escaped = re.sub(r"[\x00-\x1f\x7f\"\\]", lambda found: f"\\x{ord(found[0]):02x}", text)
-    escaped = re.sub(r"(\\x[0-9a-f]{2})(?=[0-9a-fA-F])", r'\1" "', escaped)
-    return f'"{escaped}"'
+    return Guide.of_choices(choices)
 
 
 def _text(value: str | dict[str, Any] | bool) -> str:

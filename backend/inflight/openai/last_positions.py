@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request as HttpRequest
 
+from inflight.core.kv.block_keys import id_of_text
 from inflight.core.request.adapter import LoraRequest
 from inflight.core.request.engine_description import ModelLimits
 from inflight.core.request.request import OutputOptions, Request
@@ -25,7 +26,7 @@ from inflight.openai.context import Context, open_stream, start_stream
 from inflight.openai.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, in_fields, invalid
 from inflight.openai.protocol import PoolingBody
 from inflight.openai.request_ids import request_id_of
-from inflight.openai.sampling import identity_of, number_of, priority_of
+from inflight.openai.sampling import identity_of, priority_of
 from inflight.openai.serving_model import ServingModel
 from inflight.openai.streaming import Watcher
 from inflight.prompt import Prompt, ReplyOptions
@@ -166,7 +167,7 @@ def _request(
         output=replace(output, exclude_input_from_output=True),
         identity=identity_of(body.cache_salt),
         priority=priority_of(body.priority),
-        client_id=number_of(body.user) if body.user else 0,
+        client_id=id_of_text(body.user) if body.user else 0,
         lora=LoraRequest(name=adapter) if adapter else None,
     )
     made.validate(limits)

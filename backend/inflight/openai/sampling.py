@@ -9,10 +9,9 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any
 
-from inflight.core.kv.block_keys import PrefixIdentity
+from inflight.core.kv.block_keys import PrefixIdentity, id_of_text
 from inflight.core.request.adapter import LoraRequest
 from inflight.core.request.engine_description import EngineDescription, ModelLimits
 from inflight.core.request.guide import Guide
@@ -128,7 +127,7 @@ def make_prompt(
         logits_post_processor_name=body.logits_post_processor_name,
         identity=identity_of(body.cache_salt, encoded),
         priority=priority_of(body.priority),
-        client_id=number_of(user) if (user := body.safety_identifier or body.user) else 0,
+        client_id=id_of_text(user) if (user := body.safety_identifier or body.user) else 0,
         guide=asked.guide,
         lora=LoraRequest(name=asked.adapter) if asked.adapter else None,
         prompt_table=encoded.table if encoded else None,
@@ -154,7 +153,7 @@ def make_prompt(
 
 def identity_of(cache_salt: str | None, encoded: EncodedPrompt | None = None) -> PrefixIdentity:
     """Return what a prompt's KV blocks depend on beside its tokens; `encoded` has its pictures."""
-    salt = number_of(cache_salt) if cache_salt else 0
+    salt = id_of_text(cache_salt) if cache_salt else 0
     return PrefixIdentity(salt, encoded.extra_ids if encoded else ())
 
 
@@ -271,8 +270,3 @@ def priority_of(asked: int) -> float:
     """Convert vLLM's priority (0 is usual, lower goes first) to the engine's (0 to 1, higher goes first)."""
     asked = max(-MAX_INT32, min(asked, MAX_INT32))
     return 0.5 - 0.5 * asked / (1 + abs(asked))
-
-
-def number_of(text: str) -> int:
-    """Return a 64-bit hash of the text, never 0."""
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") or 1

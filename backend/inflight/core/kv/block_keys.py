@@ -41,6 +41,11 @@ def block_digest(parent: bytes, token_ids: Sequence[int], extra_ids: Sequence[in
     return blake2b(message, digest_size=_DIGEST_SIZE, key=parent, person=_WITH_EXTRA_IDS).digest()
 
 
+def id_of_text(text: str) -> int:
+    """Return a 64-bit digest of a text, such as a salt or a client's name; never 0, which means none."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") or 1
+
+
 def private_scope(key: int) -> bytes:
     """Return a 16-byte scope for a single request, given a number that is unique to the request."""
     return blake2b(key.to_bytes(16, "big"), digest_size=_DIGEST_SIZE).digest()

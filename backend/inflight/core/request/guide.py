@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -10,6 +12,9 @@ from inflight.errors import InvalidArgument, Name, Unsupported
 GUIDE_END = -2
 """The token sampled for a row whose guide allows nothing but the end, if its request has no end id; it ends the
 sequence."""
+
+_MAX_ALTERNATIVES = 1000
+"""Largest number of alternatives in one rule of a grammar. llguidance accepts at most 2000."""
 
 NO_GUIDES = Unsupported(
     Name("guided_decoding_guide_type"),
@@ -42,6 +47,20 @@ class Guide:
     type: GuideKind
     text: str = ""
 
+    @classmethod
+    def of_choices(cls, choices: Sequence[str]) -> Guide:
+        """Return a grammar that matches exactly these texts; none of them may be empty."""
+        rules: list[str] = []
+        alternatives = [_quoted(choice) for choice in choices]
+        while len(alternatives) > _MAX_ALTERNATIVES:
+            parts = [
+                alternatives[start : start + _MAX_ALTERNATIVES]
+                for start in range(0, len(alternatives), _MAX_ALTERNATIVES)
+            ]
+            alternatives = [f"part{len(rules) + number}" for number in range(len(parts))]
+            rules += [f"{part} ::= {' | '.join(texts)}" for part, texts in zip(alternatives, parts)]
+        return cls(GuideKind.EBNF_GRAMMAR, "\n".join([f"root ::= {' | '.join(alternatives)}", *rules]))
+
     def validate(self) -> None:
         """Raise InvalidArgument if a JSON guide has a text or another guide has none."""
         if self.type is GuideKind.JSON and self.text:
@@ -58,6 +77,18 @@ class Guide:
                 Name("guided_decoding_guide_type"),
                 f" is {self.type.value}: it is missing or empty",
             )
+
+
+def _quoted(text: str) -> str:
+    r"""Quote a text for a grammar, with control characters as \xNN, which both xgrammar and llguidance
+    accept.
+
+    xgrammar reads further hexadecimal digits after \xNN as part of the number, so a new literal begins after
+    \xNN.
+    """
+    escaped = re.sub(r"[\x00-\x1f\x7f\"\\]", lambda found: f"\\x{ord(found[0]):02x}", text)
+    escaped = re.sub(r"(\\x[0-9a-f]{2})(?=[0-9a-fA-F])", r'\1" "', escaped)
+    return f'"{escaped}"'
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,7 +162,7 @@ class Origin:
     """The origin of a request, for log lines and traces.
 
     Attributes:
-        front: The front end: "openai", "triton" or "executor".
+        front: The front end: "openai", "triton", "executor" or "dynamo".
         request_id: The client's id of the request, or one that the front end made; "": none.
         model: The model that the client named; "": none.
         client: The client, as far as it is known: its address, or its `client_id`.

@@ -52,6 +52,12 @@ class PerfMetrics:
         """The fraction of verified draft tokens that were accepted; 0 without drafts."""
         return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
+    def cached_tokens(self, prompt_length: int, tokens_per_block: int) -> int:
+        """Return how many of a prompt's tokens were found in the KV cache, in whole blocks."""
+        # The last reused block may match only in part, to an unknown length, so only whole blocks count.
+        num_whole = min(self.num_reused_blocks, prompt_length // tokens_per_block - self.num_missed_blocks)
+        return min(max(num_whole, 0) * tokens_per_block, prompt_length - 1)
+
 
 @dataclass(frozen=True, slots=True)
 class TopLogProbs:
