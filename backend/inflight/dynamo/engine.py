@@ -4,8 +4,9 @@ Runs on Dynamo's event loop. Responses arrive on the engine client's thread and 
 are sent from the loop, which takes microseconds.
 """
 
-# pyright: basic, reportMissingImports=false
-# Dynamo is not installed where the types are checked: it excludes our version of pydantic.
+# Dynamo is not installed where types are checked, as it excludes our version of pydantic: its types are unknown.
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
