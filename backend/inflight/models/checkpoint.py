@@ -99,11 +99,11 @@ class Checkpoint:
         """Return tensor `name` on the CPU, in the file's dtype."""
         if name in self._added:
             return self._added[name]()
-        return self.read_stored(self._stored_as.get(name, name), self.tensors[name])
+        return self.read_stored(name, self.tensors[name])
 
     def read_stored(self, name: str, info: TensorInfo) -> Tensor:
-        """Return a tensor by its name in the file, even if it was removed from `tensors`."""
-        return self._files[info.file].get_tensor(name)
+        """Return a tensor of the files, even if it was removed from `tensors`."""
+        return self._files[info.file].get_tensor(self._stored_as.get(name, name))
 
     def add(
         self, name: str, info: TensorInfo, make: Callable[[], Tensor], levels: LevelsOfFile | None = None
@@ -129,7 +129,7 @@ class Checkpoint:
         infos = [self.tensors[name] for name in names]
         if len({(info.dtype, info.shape[1:]) for info in infos}) > 1:
             return
-        stored = [(self._stored_as.get(name, name), self.tensors.pop(name)) for name in names]
+        stored = [(name, self.tensors.pop(name)) for name in names]
         rows = sum(info.shape[0] for info in infos)
         joined = replace(infos[0], shape=(rows, *infos[0].shape[1:]))
         self.add(new_name, joined, lambda: torch.cat([self.read_stored(*each) for each in stored]))
