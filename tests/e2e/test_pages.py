@@ -38,11 +38,16 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
     "docs/comparing.md": {"": "installs other systems"},
     "docs/contributing.md": {"": DEVELOPERS},
     "docs/demo-model.md": {"scripts/train": "trains for minutes"},
+    "docs/dynamo.md": {"": "installs NVIDIA Dynamo; tests/dynamo/test_behind_dynamo.py runs it"},
     "docs/from-vllm.md": {"vllm serve": "is vLLM's own command"},
     "docs/from-tensorrtllm-backend.md": {
         "scripts/launch": "leaves a server behind; tests/server/test_trtllm_launcher.py runs it"
     },
     "docs/kubernetes.md": {"": CLUSTER},
+    "docs/kv-events.md": {
+        "python -m dynamo": "is NVIDIA Dynamo's; tests/batch_manager/test_kv_event_publisher.py runs it",
+        "curl localhost:8090": "asks Dynamo's indexer",
+    },
     "docs/load-testing.md": {
         "scripts/bench": INSTALLS,
         "scripts/perf_analyzer -m": "takes minutes; test_readme.py runs it with shorter intervals",
@@ -54,6 +59,11 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
         "scripts/serve --model Qwen": "downloads a model",
         "scripts/serve --model ~": "needs a downloaded file; tests/engine/test_gguf.py loads others",
         "def _read": "is a part of the package; tests/docs/test_models_page.py compares them",
+    },
+    "docs/openai.md": {
+        "inflight serve --model Qwen": "downloads a model",
+        "found = client.embeddings": "needs that model; test_embeddings.py has a small one",
+        "curl localhost:9000/v1/rerank": "needs that model; tests/openai_endpoint/test_rerank.py has a small one",
     },
     "docs/openai-server.md": {
         ".venv/bin/python -m inflight.openai": "needs a second host; test_kserve_client.py has one",
