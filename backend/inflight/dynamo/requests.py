@@ -35,7 +35,13 @@ _STOPS = {
     "max_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "stop_token_ids_hidden", "stop_token_ids_visible",
     "stop",  # the frontend finds stop strings in the text
 }  # fmt: skip
-_SAME = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+# Controls that Dynamo passes on as they are; top_k may be -1, and length_penalty is for beam searches.
+_SAME = tuple(
+    name
+    for name, control in CONTROLS.items()
+    if control.body and control.body.is_number and control.body.name == name
+    if name not in ("top_k", "length_penalty")
+)
 _SAMPLING = {*_SAME, "n", "best_of", "top_k", "seed", "include_stop_str_in_output", "guided_decoding"}
 _OUTPUTS = {
     "logprobs", "no_stop_trim",
