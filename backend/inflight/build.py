@@ -1,49 +1,52 @@
 """Composition root: creates scheduler, GptManager, client and endpoint for a loaded model, and starts them.
 
-`load_model` makes the engine. Parts are imported lazily, inside functions, so that a front end without an
-engine never imports torch, and a single rank never imports MPI. Called once, on the thread that loads the
-model.
+`load_model` makes the engine, and `engine_parts` the parts beside it. Parts are imported lazily, inside
+functions, so that a front end without an engine never imports torch, and a single rank never imports MPI. Called
+once, on the thread that loads the model.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from inflight.errors import ConfigError, InvalidArgument, Unavailable
-from inflight.file_names import native
+from inflight.engine_parts import (
+    describe,
+    make_adapters,
+    make_block_store,
+    make_guide_compiler,
+    make_instruments,
+    make_receipts,
+    make_tracer,
+    make_watchdog,
+    with_kv_events,
+    with_saved_blocks,
+)
+from inflight.errors import ConfigError
 from inflight.load_model import load_model
 
 if TYPE_CHECKING:
     from inflight.adapters.commands import AdapterCommands
     from inflight.batch_manager import GptManager
-    from inflight.batch_manager.instruments import Instruments
-    from inflight.batch_manager.kv_event_publisher import KvEventPublisher
-    from inflight.batch_manager.watchdog import Watchdog
-    from inflight.block_store import HostBlockStore
-    from inflight.config import Parameters, SchedulingConfig
+    from inflight.config import Parameters
     from inflight.core.ports import (
         GetInferenceRequestsCallback,
         ReturnMetricsCallback,
         WaitUntilSent,
     )
-    from inflight.core.request.engine_description import EngineDescription
     from inflight.core.request.request import Request
-    from inflight.core.schedule.batch import EngineLimits
     from inflight.endpoint.local import LocalEngineClient
     from inflight.endpoint.server import EndpointServer
     from inflight.endpoint.supervision import Supervision
     from inflight.engine.debug_tensors import DebugTensors, IterationTensors
+    from inflight.engine_parts import OnHang
     from inflight.errors import InflightError
     from inflight.guided.compiler import ChildCompiler
     from inflight.load_model import LoadedModel, LoadModel
-    from inflight.parameter_spec import KvEventsConfig
     from inflight.ranks.rank_context import RankContext
     from inflight.receipts.engine_part import EngineReceipts
-    from inflight.tracing import Tracer
 
 __all__ = [
     "UNLOAD_TIMEOUT_S",
@@ -51,9 +54,6 @@ __all__ = [
     "RunningEngine",
     "build_engine",
     "check_parameters",
-    "make_adapters",
-    "make_block_store",
-    "saves_blocks",
     "start_engine",
     "start_following",
 ]
@@ -63,8 +63,6 @@ UNLOAD_TIMEOUT_S = 10.0
 requests of this model's clients."""
 _FAIL_S = 5.0  # seconds to answer all requests with an error when the engine is lost
 _LOOP_END_S = 2.0  # seconds to end a loop without requests
-
-OnHang: TypeAlias = "Callable[[Unavailable], None]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,27 +244,23 @@ def start_engine(
     from inflight.endpoint.local import LocalEngineClient
 
     model = _load_checked(load, parameters, version_dir, rank_context)
-    limits = model.engine.limits
-    parameters = replace(
-        parameters, scheduler=replace(parameters.scheduler, has_block_store=saves_blocks(parameters, model))
-    )
-    scheduler = Scheduler(_with_kv_events(parameters), limits)
-    instruments = _make_instruments(parameters, limits, return_metrics, on_hang)
+    parameters, limits = with_saved_blocks(parameters, model), model.engine.limits
+    instruments = make_instruments(parameters, limits, return_metrics, on_hang)
     adapters = make_adapters(parameters, model, lambda: manager.notify())
-    receipts = _make_receipts(parameters, model, lambda: manager.notify())
+    receipts = make_receipts(parameters, model, lambda: manager.notify())
     client = LocalEngineClient(
-        _describe(parameters, model),
+        describe(parameters, model),
         lambda: manager.notify(),
         lambda timeout_s: manager.state(timeout_s),  # front ends decide which clients may read the state
         lambda kind, timeout_s: manager.reports(kind, timeout_s),
         adapters,
         receipts,
-        _make_tracer(parameters),
+        make_tracer(parameters),
     )
-    guides = _make_guide_compiler(parameters, model, lambda: manager.notify())
+    guides = make_guide_compiler(parameters, model, lambda: manager.notify())
     manager = GptManager(
         model.engine,
-        scheduler,
+        Scheduler(with_kv_events(parameters), limits),
         _counting_iterations(client.get_inference_requests, rank_context),
         client.send_response,
         client.poll_stop_signals,
@@ -281,230 +275,6 @@ def start_engine(
     )
     release = _release_once(model, rank_context)
     return RunningEngine(client, manager, release, guides, adapters, receipts, model.debug_tensors)
-
-
-def saves_blocks(parameters: Parameters, model: LoadedModel) -> bool:
-    """Return whether KV blocks are saved in host memory or files.
-
-    Raises ConfigError if the parameters or the engine do not allow what is asked for.
-    """
-    host_bytes = _host_tier_bytes(parameters, model)
-    parameters.validate_saved_blocks(has_host_tier=host_bytes > 0)
-    is_asked_for = parameters.kv_cache_dir is not None or host_bytes > 0
-    if is_asked_for and model.block_memory is None:
-        name = "kv_cache_host_memory_bytes" if parameters.kv_cache_dir is None else "kv_cache_dir"
-        raise ConfigError(f"{name} is given, but this engine has no KV blocks that can be saved")
-    return is_asked_for
-
-
-def _host_tier_bytes(parameters: Parameters, model: LoadedModel) -> int:
-    """Return the host memory for saved blocks; 0 on a CPU, where it is a part of the cache."""
-    is_on_host = model.block_memory is not None and model.block_memory.is_on_host
-    return 0 if is_on_host else parameters.engine.kv_cache_host_memory_bytes
-
-
-def make_block_store(
-    parameters: Parameters, model: LoadedModel, notify: Callable[[], None]
-) -> HostBlockStore | None:
-    """Return the store of KV blocks in host memory and files; None if blocks are not saved (`saves_blocks`).
-
-    Raises ConfigError if the folder cannot be used.
-    """
-    folder, memory = parameters.kv_cache_dir, model.block_memory
-    if memory is None or not saves_blocks(parameters, model):
-        return None
-    from inflight.block_store import BlockFiles, HostBlockStore, cache_identity
-    from inflight.receipts.engine_part import given_parameters, model_folders, versions
-
-    files = None
-    if folder is not None:
-        settings = versions() | given_parameters(parameters) | asdict(model.code)
-        settings |= {"dtype": model.dtype, "sizes": (memory.block_bytes, memory.state_bytes)}
-        identity = cache_identity(model_folders(parameters, native(model.model_path)), settings)
-        files = BlockFiles(
-            Path(native(folder)),
-            identity,
-            max(memory.block_bytes, memory.state_bytes),
-            parameters.kv_cache_disk_bytes,
-            parameters.kv_cache_max_age_s,
-        )
-    host_bytes = _host_tier_bytes(parameters, model)
-    return HostBlockStore(memory, model.engine.limits.tokens_per_block, notify, host_bytes, files)
-
-
-def _make_receipts(parameters: Parameters, model: LoadedModel, notify: Callable[[], None]) -> EngineReceipts:
-    """Return the maker of receipts; raise ConfigError if the key for their signatures cannot be read."""
-    from inflight.receipts.document import EngineForm, read_key
-    from inflight.receipts.engine_part import EngineReceipts, given_parameters, model_folders
-
-    key_file = native(parameters.receipt_key_file) if parameters.receipt_key_file else ""
-    if key_file:
-        try:
-            read_key(Path(key_file))
-        except InvalidArgument as error:
-            raise ConfigError(f"receipt_key_file is {parameters.receipt_key_file!r}: {error}") from None
-    code = model.code
-    made = EngineForm(
-        dtype=model.dtype,
-        kernels=code.kernels,
-        device=code.device,
-        instruction_set=code.instruction_set,
-        parameters=given_parameters(parameters),
-    )
-    path = native(model.model_path)
-    return EngineReceipts(Path(path).name, model_folders(parameters, path), made, key_file, notify)
-
-
-def _make_guide_compiler(
-    parameters: Parameters, model: LoadedModel, notify: Callable[[], None]
-) -> ChildCompiler | None:
-    """Return the compiler of guides, which runs in another process; None without a tokenizer."""
-    if model.grammars is None:
-        return None
-    from inflight.guided.compiler import ChildCompiler, GuideBounds
-
-    bounds = GuideBounds(
-        parameters.guided_decoding_max_guide_bytes, parameters.guided_decoding_compile_timeout_ms / 1000
-    )
-    return ChildCompiler(model.grammars, parameters.guided_decoding_backend, bounds, notify)
-
-
-def make_adapters(
-    parameters: Parameters, model: LoadedModel, notify: Callable[[], None]
-) -> AdapterCommands | None:
-    """Return rank 0's adapters, including adapters in the prefetch folder; None if the engine takes no adapters.
-
-    Args:
-        parameters: The parameters from config.pbtxt.
-        model: The model whose engine uses the adapters.
-        notify: Function that wakes the engine's loop; called on any thread.
-
-    Raises:
-        ConfigError: There is no memory for adapters that the parameters name, or a folder is missing.
-    """
-    limits = model.engine.limits
-    if not (limits.num_adapter_pages and model.model_path):
-        named = (parameters.lora_adapters, parameters.lora_dir, parameters.lora_prefetch_dir)
-        if any(named):
-            raise ConfigError(
-                "lora_adapters, lora_dir and lora_prefetch_dir name adapters, but this engine takes none: "
-                "lora_cache_gpu_memory_fraction is 0, or leaves no room for one of lora_cache_max_adapter_size, "
-                "or transformers' own code runs the model"
-            )
-        return None
-    from inflight.adapters.commands import AdapterCommands
-    from inflight.adapters.host import make_adapter_cache
-    from inflight.adapters.sources import AdapterFolders
-    from inflight.models import read_model_description
-
-    def folder(path: str | None) -> Path | None:
-        return None if path is None else Path(native(path))
-
-    folders = AdapterFolders(
-        {name: Path(native(path)) for name, path in parameters.lora_adapters},
-        folder(parameters.lora_dir),
-        folder(parameters.lora_prefetch_dir),
-    )
-    cache = make_adapter_cache(
-        read_model_description(model.model_path),
-        limits.max_adapter_rank,
-        parameters.lora_cache_host_memory_bytes,
-        "float32" if parameters.lora_weights_data_type == "TYPE_FP32" else "float16",
-        notify,
-        folders,
-    )
-    return AdapterCommands(cache, folders)
-
-
-def _describe(parameters: Parameters, model: LoadedModel) -> EngineDescription:
-    """Return the description of the engine for front ends."""
-    from inflight.core.request.engine_description import EngineDescription
-
-    limits = model.engine.limits
-    beside_weights = Path(native(model.model_path)) / "tokenizer.json"
-    found = model.model_path if model.model_path and beside_weights.is_file() else ""
-    return EngineDescription(
-        limits=limits.model_limits(parameters.scheduler),
-        model_path=model.model_path,
-        tokenizer_dir=parameters.tokenizer_dir or found,
-        # A checkpoint may have an end id outside of its vocabulary, which no sequence can generate.
-        eos_token_ids=tuple(token_id for token_id in model.eos_token_ids if token_id < limits.vocab_size),
-        default_end_ids=parameters.default_end_ids,
-        exclude_input_from_output=bool(parameters.exclude_input_in_output),
-        dtype=model.dtype,
-        state_enabled=parameters.enable_state_requests,
-        adapter_commands_enabled=parameters.enable_adapter_commands,
-    )
-
-
-def _make_tracer(parameters: Parameters) -> Tracer | None:
-    """Raises ConfigError if the endpoint is no URL."""
-    if parameters.otlp_traces_endpoint is None:
-        return None
-    from inflight.tracing import Tracer
-
-    return Tracer(parameters.otlp_traces_endpoint)
-
-
-def _with_kv_events(parameters: Parameters) -> SchedulingConfig:
-    """Return the scheduler's part of the parameters, with room for the events of an iteration if they are
-    published."""
-    config, found = parameters.kv_events_config, parameters.scheduler
-    if config is None:
-        return found
-    return replace(found, kv_event_buffer_size=max(found.kv_event_buffer_size, config.max_queue_size))
-
-
-def _make_instruments(
-    parameters: Parameters,
-    limits: EngineLimits,
-    return_metrics: ReturnMetricsCallback | None,
-    on_hang: OnHang | None,
-) -> Instruments:
-    from inflight.batch_manager.instruments import Instruments
-    from inflight.batch_manager.kv_event_buffer import KvEventBuffer
-    from inflight.batch_manager.recording import JsonRecorder
-    from inflight.batch_manager.statistics_rings import StatisticsRings
-    from inflight.serving.memory import measure_memory
-
-    path, config = parameters.record_path, parameters.kv_events_config
-    num_events = parameters.scheduler.kv_event_buffer_size
-    return Instruments(
-        recorder=JsonRecorder(path, parameters.scheduler, limits) if path else None,
-        watchdog=_make_watchdog(parameters, on_hang),
-        rings=StatisticsRings(parameters.iter_stats_max_iterations, parameters.request_stats_max_iterations),
-        kv_events=KvEventBuffer(num_events) if num_events else None,
-        kv_publisher=None if config is None else _make_kv_publisher(config, parameters, limits),
-        return_metrics=return_metrics,
-        measure_memory=measure_memory,
-    )
-
-
-def _make_kv_publisher(
-    config: KvEventsConfig, parameters: Parameters, limits: EngineLimits
-) -> KvEventPublisher:
-    """Raises ConfigError if no block can be found again, or an address of `config` cannot be used."""
-    from inflight.batch_manager.kv_event_publisher import KvEventPublisher
-
-    if not parameters.scheduler.enable_kv_cache_reuse:
-        raise ConfigError(
-            "kv_events_config is given, but enable_kv_cache_reuse is false, so no request would find a KV block"
-        )
-    saved = "CPU" if parameters.kv_cache_dir is None else "DISK"
-    return KvEventPublisher(config, limits.tokens_per_block, saved)
-
-
-def _make_watchdog(parameters: Parameters, on_hang: OnHang | None) -> Watchdog | None:
-    from inflight.batch_manager.watchdog import Watchdog
-
-    stuck_ms, hang_ms = parameters.watchdog_timeout_ms, parameters.hang_timeout_ms
-    if on_hang is None or not hang_ms:
-        return Watchdog(stuck_ms / 1000) if stuck_ms else None
-
-    def report_hang(line: str) -> None:
-        on_hang(Unavailable(f"the engine hangs, and ends (hang_timeout_ms): {line}"))
-
-    return Watchdog((stuck_ms or hang_ms) / 1000, hang_timeout_s=hang_ms / 1000, on_hang=report_hang)
 
 
 def _counting_iterations(
@@ -602,7 +372,7 @@ def start_following(
         lambda max_num: (),
         lambda response: None,
         on_death=deaths.append,
-        instruments=Instruments(watchdog=_make_watchdog(parameters, on_hang=None)),  # rank 0 detects the hang
+        instruments=Instruments(watchdog=make_watchdog(parameters, on_hang=None)),  # rank 0 detects the hang
         ranks=rank_context.ranks,
     )
     return FollowingRank(manager, _release_once(model, rank_context), deaths)

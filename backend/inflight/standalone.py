@@ -32,8 +32,9 @@ from inflight.server.repository import RuntimeRepository, read_engine_parameters
 from inflight.server.supervisor import Signals
 
 if TYPE_CHECKING:
-    from inflight.build import OnHang, RunningEngine
+    from inflight.build import RunningEngine
     from inflight.config import Parameters
+    from inflight.engine_parts import OnHang
 
 _ENGINE = "tensorrt_llm"
 _CHECK_S = 0.1

@@ -20,13 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inflight.batch_manager import GptManager as CoreGptManager
-from inflight.build import check_parameters, make_adapters, make_block_store, saves_blocks
+from inflight.build import check_parameters
 from inflight.config import Parameters
 from inflight.core.request.engine_description import ModelLimits
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import StopSignal
 from inflight.core.scheduler import Scheduler
+from inflight.engine_parts import make_adapters, make_block_store, saves_blocks
 from inflight.errors import AlreadyExists, InflightError
 from inflight.executor.config import (
     DecodingConfig,
