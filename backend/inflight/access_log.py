@@ -113,9 +113,8 @@ class AccessLog:
 
     def __init__(self, tracer: Tracer | None = None) -> None:
         self._tracer = tracer
-        self._lines: SimpleQueue[_Line | threading.Event | None] = (
-            SimpleQueue()
-        )  # an event is set in its turn
+        # An event is set when the lines before it are written; None ends the thread.
+        self._lines: SimpleQueue[_Line | threading.Event | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._num_dropped = 0

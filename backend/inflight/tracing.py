@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from inflight.core.request.request import Origin
     from inflight.core.request.response import RequestEnding
 
-
 _FLUSH_MS = 2000
 
 
@@ -55,7 +54,7 @@ class Tracer:
         endpoint: URL of the collector, such as http://localhost:4318/v1/traces.
 
     Raises:
-        ConfigError: `endpoint` is no URL.
+        ConfigError: `endpoint` is not a URL.
     """
 
     def __init__(self, endpoint: str) -> None:

@@ -91,10 +91,10 @@ class Instruments:
 
     def collect(self, scheduler: Scheduler) -> None:
         """Pass on the scheduler's KV cache events."""
-        receivers = [each.add for each in (self.kv_events, self.kv_publisher) if each is not None]
-        if receivers and (events := scheduler.take_kv_events()):
-            for add in receivers:
-                add(events)
+        if events := scheduler.take_kv_events():
+            for receiver in (self.kv_events, self.kv_publisher):
+                if receiver is not None:
+                    receiver.add(events)
 
     def publish(self, stats: IterationCounts, metrics: MetricsSnapshot) -> None:
         """Call `return_metrics`, if set, with an iteration's statistics and metrics."""

@@ -152,7 +152,7 @@ class DynamoEngine(LLMEngine):
         return build_health_check_payload(bos_token_id=1)
 
     def component_metrics_dp_ranks(self) -> list[int]:
-        """Return the only rank."""
+        """Return the data-parallel ranks whose load is published: this worker has only one."""
         return [_RANK]
 
     def attach_snapshot_publisher(self, publisher: Any) -> None:

@@ -44,7 +44,7 @@ class Collectives(Protocol):
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks that take part, this one included."""
         ...
 
     @property

@@ -38,8 +38,9 @@ def fitted(model: ModelDescription, checkpoint: Checkpoint) -> ModelDescription:
     """
     if is_gguf(checkpoint.folder):
         add_gguf_tensors(checkpoint, model)
-    head = draft_head_prefix(model) if model.decoder.has_draft_head else None
-    checkpoint.leave_out(tuple(prefix for prefix in model.names.left_out if prefix != head))
+    has_draft_head = model.decoder.has_draft_head
+    kept = draft_head_prefix(model) if has_draft_head else None
+    checkpoint.leave_out(tuple(prefix for prefix in model.names.left_out if prefix != kept))
     _rename_others(checkpoint, model.names)
     if model.multimodal is not None:
         model = replace(model, names=_with_stored_prefixes(model.names, checkpoint))
@@ -53,7 +54,7 @@ def fitted(model: ModelDescription, checkpoint: Checkpoint) -> ModelDescription:
             )
         if not model.quantization.is_of_stacks:
             unpack_quantized(checkpoint, model.quantization)
-    if head is not None:
+    if has_draft_head:
         unstack_experts(checkpoint, draft_layer_of(model))
     unstack_experts(checkpoint, model)
     _join_convolutions(checkpoint, model)

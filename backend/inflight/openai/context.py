@@ -128,7 +128,7 @@ async def answer_stream(
     events_of: Callable[[AsyncIterator[list[Piece]]], AsyncIterator[bytes]],
     response: type[EventStream] = EventStream,
 ) -> Response:
-    """Return a streaming response.
+    """Start the prompts; return a response that sends the events of their answers while they are generated.
 
     Args:
         context: The context of the application.

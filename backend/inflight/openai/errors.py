@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
 from typing import Any, cast
@@ -116,6 +117,21 @@ def in_fields(error: InvalidArgument | Unsupported, fields: Mapping[str, str] = 
         code = CONTEXT_LENGTH_EXCEEDED
     param = "model" if isinstance(error, BadAdapter) else next((name.root for name in named.names), None)
     return ApiError(str(named), 400, param, code)
+
+
+@contextmanager
+def renamed_errors(rename: Callable[[ApiError], ApiError]) -> Generator[None]:
+    """Convert errors about a body that was made from another protocol's body.
+
+    Args:
+        rename: Function that returns the error with the names of the other body's fields.
+    """
+    try:
+        yield
+    except (InvalidArgument, Unsupported) as error:
+        raise rename(in_fields(error)) from None
+    except ApiError as error:
+        raise rename(error) from None
 
 
 def describe_error(error: Exception) -> tuple[int, dict[str, Any]]:

@@ -27,8 +27,8 @@ _MAX_VARIABLES = 64  # largest number of chat_template_kwargs
 # Validation of a list ends at its first invalid item. Otherwise pydantic would make an error for every item
 # of a long list.
 _Ids = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT32)]], Field(fail_fast=True)]
-_Texts = Annotated[list[str], Field(fail_fast=True)]
-_Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 
 class Body(BaseModel):
@@ -113,7 +113,7 @@ class StructuredOutputs(Body):
     json_: str | dict[str, Any] | bool | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: _Texts | None = None
+    choice: Texts | None = None
     grammar: str | None = None
     structural_tag: str | dict[str, Any] | None = None
     whitespace_pattern: str | None = None
@@ -151,7 +151,7 @@ class SamplingBody(Body, BodyControls):
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64)
     logit_bias: dict[str, float] = Field(default_factory=dict)
     allowed_token_ids: _Ids | None = Field(None, min_length=1)
-    bad_words: _Texts = Field(default_factory=list)
+    bad_words: Texts = Field(default_factory=list)
     logits_post_processor_name: str = ""
     prompt_lookup_num_tokens: int = Field(0, ge=0, le=MAX_INT32)
 
@@ -159,7 +159,7 @@ class SamplingBody(Body, BodyControls):
     early_stopping: bool | Literal["never"] = False
 
     max_tokens: int | None = Field(None, ge=0, le=MAX_INT32)
-    stop: str | _Texts = Field(default_factory=list)
+    stop: str | Texts = Field(default_factory=list)
     stop_token_ids: _Ids = Field(default_factory=list[int], max_length=MAX_TOKEN_IDS)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -176,7 +176,7 @@ class SamplingBody(Body, BodyControls):
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | bool | None = None
     guided_regex: str | None = None
-    guided_choice: _Texts | None = None
+    guided_choice: Texts | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
 
@@ -248,7 +248,7 @@ class CompletionBody(SamplingBody):
         ),
         "prompt_embeds": ((), "prompts are texts or token ids here; Triton's endpoint takes embeddings"),
     }
-    prompt: str | _Texts | _Ids | Annotated[list[_Ids], Field(fail_fast=True)]
+    prompt: str | Texts | _Ids | Annotated[list[_Ids], Field(fail_fast=True)]
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_INT32)
     add_special_tokens: bool = True
@@ -269,11 +269,11 @@ class ChatBody(SamplingBody):
         "chat_template": ((), "the template is the server's: start it with --chat-template FILE"),
         "documents": (([],), "put them into a message, or into chat_template_kwargs"),
     }
-    messages: _Objects = Field(min_length=1)
+    messages: Objects = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_INT32)
-    tools: _Objects = Field(default_factory=list[dict[str, Any]])
+    tools: Objects = Field(default_factory=list[dict[str, Any]])
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     add_generation_prompt: bool | None = None
@@ -311,7 +311,7 @@ class EmbeddingBody(PoolingBody):
     not_served = {
         "messages": ((), "texts are embedded as they are: send input, with the model's own instruction")
     }
-    input: str | _Texts | _Ids | Annotated[list[_Ids], Field(fail_fast=True)]
+    input: str | Texts | _Ids | Annotated[list[_Ids], Field(fail_fast=True)]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1, le=MAX_INT32)
     add_special_tokens: bool = True
@@ -348,8 +348,8 @@ class ScoreBody(PoolingBody):
         instruction: As in `RerankBody`.
     """
 
-    text_1: str | _Texts
-    text_2: str | _Texts
+    text_1: str | Texts
+    text_2: str | Texts
     instruction: str | None = None
 
 
@@ -358,8 +358,8 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: _Objects | None = None
-    tools: _Objects = Field(default_factory=list[dict[str, Any]])
+    messages: Objects | None = None
+    tools: Objects = Field(default_factory=list[dict[str, Any]])
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False

@@ -28,5 +28,5 @@ class HeadDrafts:
         self.length.advance(sum(1 for _ in token_ids))
 
     def propose(self, max_tokens: int) -> tuple[int, ...]:
-        """Return `max_tokens` times GUESSED_ON_DEVICE."""
+        """Return a draft of `max_tokens` placeholders, which the device replaces by its guesses."""
         return (GUESSED_ON_DEVICE,) * max_tokens

@@ -101,13 +101,7 @@ class Decoder:
         part = part or Part.whole(config)
         self.config = config
         self.adapters: AdapterPool | None = None
-        # finding the experts that have rows waits for the device
-        self.has_fixed_shapes = (
-            attention.has_fixed_shapes
-            and config.experts is None
-            and config.recurrent is None
-            and not config.has_draft_head
-        )
+        self.has_fixed_shapes = attention.has_fixed_shapes and _can_have_fixed_shapes(config)
         self.takes_fixed_rows = self.has_fixed_shapes and attention.takes_fixed_rows
         self.part = part
         self._held = part.held_config(config)
@@ -614,6 +608,11 @@ class Decoder:
         mean = squares / (copies * num_heads * self.config.head_dim)
         scale = torch.rsqrt(mean + self.config.norm_eps)
         return (wide * scale[:, None, None]).to(x.dtype) * norm.weight.view(x.shape[1:])
+
+
+def _can_have_fixed_shapes(config: DecoderConfig) -> bool:
+    # finding the experts that have rows waits for the device
+    return config.experts is None and config.recurrent is None and not config.has_draft_head
 
 
 def _places(held: DecoderConfig) -> list[int]:

@@ -16,7 +16,7 @@ from inflight.openai.messages.error_format import in_anthropics_format
 from inflight.openai.prepared_body import PreparedBody
 from inflight.openai.protocol import ChatBody
 from inflight.openai.streaming import EventStream, event
-from inflight.serving.chat.tool_deltas import ChatDelta, ToolCallDelta
+from inflight.serving.chat.tool_deltas import TextOrder, ToolCallDelta
 
 _DELTAS = {
     "thinking": ("thinking_delta", "thinking"),
@@ -71,7 +71,7 @@ class MessageWriter:
         self._max_tokens = max_tokens
         self._parser = AnswerParser(prompt, only_one=not body.parallel_tool_calls)
         self._reasoning = ReasoningUsage(prompt, prepared.usage)
-        self._num_content = 0  # number of characters of the content so far
+        self._order = TextOrder()
         self._kind = ""  # of the block that is open
         self._num_blocks = 0
 
@@ -114,20 +114,11 @@ class MessageWriter:
         reasoning, delta = self._parser.add(piece)
         if reasoning and self._shows_reasoning:
             yield _BlockPart("thinking", reasoning)
-        yield from self._parts_of(delta)
-
-    def _parts_of(self, delta: ChatDelta) -> Iterator[_BlockPart]:
-        content = delta.content
-        for call in delta.tool_calls:
-            if call.id:
-                before, content = _split(content, call.offset - self._num_content)
-                self._num_content += len(before)
-                if before:
-                    yield _BlockPart("text", before)
-            yield _BlockPart("tool_use", call.arguments, call if call.id else None)
-        self._num_content += len(content)
-        if content:
-            yield _BlockPart("text", content)
+        for part in self._order.sorted(delta):
+            if isinstance(part, str):
+                yield _BlockPart("text", part)
+            else:
+                yield _BlockPart("tool_use", part.arguments, part if part.id else None)
 
     def _events_of(self, part: _BlockPart) -> Iterator[dict[str, Any]]:
         if part.call is not None or part.kind != self._kind:
@@ -190,10 +181,6 @@ def _framed(events: Iterable[dict[str, Any]]) -> bytes:
 
 def _end_of(reason: str | None, stop_sequence: str | None = None) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": stop_sequence, "stop_details": None}
-
-
-def _split(text: str, length: int) -> tuple[str, str]:
-    return text[: max(length, 0)], text[max(length, 0) :]
 
 
 def _new_block(part: _BlockPart) -> dict[str, Any]:

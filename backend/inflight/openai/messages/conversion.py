@@ -6,15 +6,14 @@ Runs on the tokenizing threads.
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pydantic
 
-from inflight.errors import InvalidArgument, Unsupported
-from inflight.openai.errors import ApiError, in_fields, invalid, unsupported, validation_error
+from inflight.errors import InvalidArgument
+from inflight.openai.errors import ApiError, invalid, unsupported, validation_error
 from inflight.openai.messages.protocol import CountTokensBody, MessagesBody, MessagesThinking
 from inflight.openai.protocol import ChatBody
 from inflight.openai.serving_model import ServingModel
@@ -79,17 +78,8 @@ class ConvertedChat:
     body: ChatBody
     places: Mapping[str, str]
 
-    @contextmanager
-    def errors_named(self) -> Generator[None]:
-        """Convert errors about fields of the chat to errors about fields of the client's body."""
-        try:
-            yield
-        except (InvalidArgument, Unsupported) as error:
-            raise self._named(in_fields(error)) from None
-        except ApiError as error:
-            raise self._named(error) from None
-
-    def _named(self, error: ApiError) -> ApiError:
+    def rename(self, error: ApiError) -> ApiError:
+        """Convert an error that names fields of the chat to one that names fields of the client's body."""
         message, param = str(error), error.param or ""
         if param in _FIELDS:
             message = re.sub(rf"\b{param}\b", _FIELDS[param], message, count=1)

@@ -6,14 +6,13 @@ blocks of messages are checked by `conversion`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 from pydantic import Field, model_validator
 
 from inflight.openai.errors import invalid, refused, unsupported
-from inflight.openai.protocol import MAX_INT32, Body
+from inflight.openai.protocol import MAX_INT32, Body, Objects, Texts
 
-_Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 _MIN_BUDGET = 1024
 
 _NOT_SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -116,8 +115,8 @@ class CountTokensBody(Body):
 
     not_served = _NOT_SERVED
     model: str | None = None
-    messages: _Objects = Field(min_length=1)
-    system: str | _Objects | None = None
+    messages: Objects = Field(min_length=1)
+    system: str | Objects | None = None
     tools: list[MessagesTool] = Field(default_factory=list[MessagesTool])
     tool_choice: MessagesToolChoice | None = None
     thinking: MessagesThinking | None = None
@@ -130,7 +129,7 @@ class MessagesBody(CountTokensBody):
 
     max_tokens: int = Field(ge=1, le=MAX_INT32)
     stream: bool = False
-    stop_sequences: Annotated[list[str], Field(fail_fast=True)] = Field(default_factory=list[str])
+    stop_sequences: Texts = Field(default_factory=list[str])
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None

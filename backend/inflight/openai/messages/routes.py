@@ -12,6 +12,7 @@ from inflight.openai.bodies import body_as
 from inflight.openai.chat_completions import prepare_chat
 from inflight.openai.chat_prompts import ChatPrompt, read_chat
 from inflight.openai.context import answer_stream, answer_whole, context_of
+from inflight.openai.errors import renamed_errors
 from inflight.openai.messages.answers import MessageStream, MessageWriter
 from inflight.openai.messages.conversion import convert
 from inflight.openai.messages.protocol import CountTokensBody, MessagesBody
@@ -30,7 +31,7 @@ async def create_message(body: Annotated[MessagesBody, body_as(MessagesBody)], r
     context = context_of(request)
     adapter = await context.adapter_of(body.model, Task.GENERATE)
     chat = await context.session.compute(partial(convert, context.model, body))
-    with chat.errors_named():
+    with renamed_errors(chat.rename):
         # As a default, the length is reduced to what fits, as by Anthropic's models.
         prompt, prepared = await prepare_chat(request, chat.body, adapter, body.max_tokens)
         message_id = f"msg_{request_id_of(request)}"
@@ -49,7 +50,7 @@ async def count_tokens(
     context = context_of(request)
     await context.adapter_of(body.model)
     chat = await context.session.compute(partial(convert, context.model, body))
-    with chat.errors_named():
+    with renamed_errors(chat.rename):
         prompt, count = await context.session.compute(partial(_count_text, context.model, chat.body))
         if prompt.pictures:
             assert context.pictures is not None, "the model takes pictures"

@@ -10,17 +10,14 @@ from typing import Annotated, Any, ClassVar, Literal
 import pydantic
 from pydantic import Field
 
-from inflight.errors import InvalidArgument, Unsupported
 from inflight.openai.control_fields import BodyControls
-from inflight.openai.errors import ApiError, in_fields, invalid, unsupported, validation_error
-from inflight.openai.protocol import MAX_INT32, Body, ChatBody, StreamOptions
+from inflight.openai.errors import ApiError, invalid, unsupported, validation_error
+from inflight.openai.protocol import MAX_INT32, Body, ChatBody, Objects, StreamOptions, Texts
 from inflight.openai.responses.items import Item, read_messages
 
 LOG_PROBS = "message.output_text.logprobs"
 """The value of `include` that asks for log probs."""
 
-_Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
-_Texts = Annotated[list[str], Field(fail_fast=True)]
 _SAME_IN_CHATS = (
     *BodyControls.model_fields,
     *("model", "stream", "parallel_tool_calls", "user", "safety_identifier", "prompt_cache_key", "metadata"),
@@ -31,7 +28,7 @@ _NO_TOOLS_OF_OWN = "this server runs no tools of its own; send tools of type fun
 
 
 class ReasoningOptions(Body):
-    """Options of the reasoning.
+    """How the model reasons before its answer.
 
     Attributes:
         effort: Value of the chat template's variable reasoning_effort.
@@ -73,17 +70,17 @@ class ResponseBody(Body, BodyControls):
         "service_tier": (("auto", "default"), "there is one tier"),
     }
     model: str | None = None
-    input: str | _Objects
+    input: str | Objects
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: _Objects = Field(default_factory=list[dict[str, Any]])
+    tools: Objects = Field(default_factory=list[dict[str, Any]])
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
     top_logprobs: int | None = Field(None, ge=0, le=MAX_INT32)
-    include: _Texts = Field(default_factory=list)
+    include: Texts = Field(default_factory=list)
     truncation: Literal["auto", "disabled"] = "disabled"
     metadata: dict[str, str] | None = None
     store: bool = True
@@ -93,7 +90,7 @@ class ResponseBody(Body, BodyControls):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     seed: int | None = None
-    stop: str | _Texts = Field(default_factory=list)
+    stop: str | Texts = Field(default_factory=list)
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] = Field(default_factory=list[int])
     ignore_eos: bool = False
     priority: int = 0
@@ -118,12 +115,8 @@ class ChatOfResponse:
     body: ChatBody
     places: Sequence[str]
 
-    def in_fields(self, error: Exception) -> Exception:
+    def rename(self, error: ApiError) -> ApiError:
         """Convert an error that names fields of the chat to one that names fields of the response's body."""
-        if isinstance(error, InvalidArgument | Unsupported):
-            error = in_fields(error)
-        if not isinstance(error, ApiError):
-            return error
         text = _in_fields(str(error), self.places)
         return ApiError(text, error.status, _FIELDS.get(error.param or "", error.param), error.error_code)
 

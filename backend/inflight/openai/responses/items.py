@@ -108,9 +108,10 @@ def _function_call_output(item: Item, name: str) -> dict[str, Any]:
 
 def _reasoning(item: Item, name: str) -> dict[str, Any]:
     """Return a message with the reasoning's text, or the summary if there is no text."""
-    parts: Any = item.get("content") or item.get("summary") or []
+    key = "content" if item.get("content") else "summary"
+    parts: Any = item.get(key) or []
     if not isinstance(parts, list):
-        raise invalid("input", f"{name}.content is {_shown(parts)}, expected a list of parts")
+        raise invalid("input", f"{name}.{key} is {_shown(parts)}, expected a list of parts")
     texts: list[str] = []
     for index, part in enumerate(cast(list[Any], parts)):
         match part:
@@ -119,8 +120,8 @@ def _reasoning(item: Item, name: str) -> dict[str, Any]:
             case _:
                 raise invalid(
                     "input",
-                    f"{name}.content[{index}] is {_shown(part)}, expected a part of type reasoning_text with "
-                    "text",
+                    f"{name}.{key}[{index}] is {_shown(part)}, expected a part of type reasoning_text or "
+                    "summary_text with text",
                 )
     return {"role": "assistant", "reasoning_content": "\n".join(texts)}
 

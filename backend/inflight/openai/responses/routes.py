@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Annotated
 
@@ -14,13 +13,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import Message
 
-from inflight.errors import Cancelled, InflightError, TooLong
+from inflight.errors import Cancelled, TooLong
 from inflight.openai.answers import Piece
 from inflight.openai.bodies import body_as
 from inflight.openai.chat_completions import prepare_chat
 from inflight.openai.chat_prompts import ChatPrompt
 from inflight.openai.context import Context, answer_stream, answer_whole, context_of
-from inflight.openai.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, invalid, unsupported
+from inflight.openai.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, invalid, renamed_errors, unsupported
 from inflight.openai.prepared_body import PreparedBody
 from inflight.openai.request_ids import passage_of
 from inflight.openai.responses.body import (
@@ -51,7 +50,7 @@ async def create_response(body: Annotated[ResponseBody, body_as(ResponseBody)], 
     before = _conversation(kept, owner, body.previous_response_id)
     chat, own = await context.session.compute(partial(_read, body, before))
     running = _CancellableRequest(request)
-    with _in_fields_of(chat):
+    with renamed_errors(chat.rename):
         chat, prompt, prepared = await _prepare(context, running.request, body, chat, adapter)
         response_id = f"resp_{secrets.token_hex(24)}"
         writer = ResponseWriter(response_id, chat.body, prompt, prepared, echoed(body))
@@ -153,7 +152,7 @@ class _CancellableRequest:
         return self._cancelled.is_set()
 
     def cancel(self) -> None:
-        """Cancel the request."""
+        """Make the client appear to have disconnected, which ends the generation."""
         self._cancelled.set()
 
     async def _receive_or_cancel(self) -> Message:
@@ -276,15 +275,6 @@ async def _prepare(
         place = (low + high) // 2
     assert found is not None, "the last attempt has succeeded or raised"
     return found
-
-
-@contextmanager
-def _in_fields_of(chat: ChatOfResponse) -> Generator[None]:
-    """Convert errors that name fields of the chat to errors that name the response's."""
-    try:
-        yield
-    except InflightError as error:
-        raise chat.in_fields(error) from None
 
 
 def _kept(request: Request) -> KeptResponses:

@@ -8,7 +8,7 @@ text is divided into pieces. Used by one thread at a time.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from inflight.openai.prepared_body import PreparedBody
 from inflight.openai.protocol import ChatBody
 from inflight.openai.responses.items import new_item_id
 from inflight.openai.streaming import event
-from inflight.serving.chat.tool_deltas import ChatDelta, ToolCallDelta
+from inflight.serving.chat.tool_deltas import TextOrder, ToolCallDelta
 
 _LAST_EVENTS = {
     "completed": "response.completed",
@@ -84,7 +84,7 @@ class _TextLogProbs:
         self._num_top = body.top_logprobs or 0
         self._prepared = prepared
         self._parser = AnswerParser(prompt, only_one=not body.parallel_tool_calls)
-        self._order = _TextOrder()
+        self._order = TextOrder()
         self._undecided: list[tuple[dict[str, Any] | None, str]] = []  # (log probs, text) of each token
         self._is_in_message = False
         self._is_behind_mark = bool(prompt.reasoning_parser)  # whether marks may precede the next content
@@ -145,27 +145,6 @@ class _TextLogProbs:
         return taken
 
 
-class _TextOrder:
-    """Brings the content and the calls of an answer's deltas into the order of the answer's text."""
-
-    def __init__(self) -> None:
-        self._num_content = 0
-
-    def sorted(self, delta: ChatDelta) -> Iterator[str | ToolCallDelta]:
-        """Yield the parts of the next delta: texts and calls."""
-        content = delta.content
-        for call in delta.tool_calls:
-            num_before = call.offset - self._num_content if call.id else 0
-            if num_before > 0:
-                yield content[:num_before]
-                content = content[num_before:]
-                self._num_content += num_before
-            yield call
-        if content:
-            self._num_content += len(content)
-            yield content
-
-
 class ResponseWriter:
     """Writes one response, whole or as a stream of events.
 
@@ -196,7 +175,7 @@ class ResponseWriter:
         self._prepared = prepared
         self._echoed = echoed
         self._parser = AnswerParser(prompt, only_one=not body.parallel_tool_calls)
-        self._order = _TextOrder()
+        self._order = TextOrder()
         self._reasoning = ReasoningUsage(prompt, prepared.usage)
         self._log_probs = _TextLogProbs(body, prompt, prepared) if body.logprobs else None
         self._num_messages = 0

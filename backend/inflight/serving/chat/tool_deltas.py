@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from inflight.serving.chat.tool_formats import Ids
@@ -45,6 +45,27 @@ class ChatDelta:
             content.append(delta.content)
             calls += delta.tool_calls
         return cls("".join(content), one_a_call(calls))
+
+
+class TextOrder:
+    """Brings the content and the calls of an answer's deltas into the order of the answer's text."""
+
+    def __init__(self) -> None:
+        self._num_content = 0  # number of characters of the content so far
+
+    def sorted(self, delta: ChatDelta) -> Iterator[str | ToolCallDelta]:
+        """Yield the parts of the next delta: texts that are not empty, and calls."""
+        content = delta.content
+        for call in delta.tool_calls:
+            num_before = call.offset - self._num_content if call.id else 0
+            if num_before > 0:
+                yield content[:num_before]
+                content = content[num_before:]
+                self._num_content += num_before
+            yield call
+        if content:
+            self._num_content += len(content)
+            yield content
 
 
 def one_a_call(deltas: Sequence[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
