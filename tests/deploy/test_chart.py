@@ -31,14 +31,13 @@ from inflight.triton.settings_page import FIELDS
 from .chart import (
     CHART,
     EXAMPLES,
-    NO_HELM,
     RENDERED,
     ROOT,
     Manifest,
     by_kind,
     digest,
     documents,
-    helm,
+    needs_helm,
     pod_templates,
     render,
     run_helm,
@@ -47,7 +46,6 @@ from .chart import (
 
 HERE = Path(__file__).parent
 OLDEST_KUBERNETES = "1.29"
-needs_helm = pytest.mark.skipif(helm() is None, reason=NO_HELM)
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 ALERTS = yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())
 

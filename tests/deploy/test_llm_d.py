@@ -7,13 +7,12 @@ import re
 from pathlib import Path
 
 import httpx
-import pytest
 import yaml
 
 from inflight.parameter_spec import KV_EVENTS
 from tests.openai_endpoint.serving import fake_engine, served
 
-from .chart import NO_HELM, by_kind, documents, helm, pod_templates, render
+from .chart import by_kind, documents, needs_helm, pod_templates, render
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "llm-d"
 VALUES = yaml.safe_load((FOLDER / "values.yaml").read_text())
@@ -53,7 +52,7 @@ def test_the_router_reads_the_metrics_page() -> None:
     assert values["block size"] > 0 and values["number of blocks"] > 0
 
 
-@pytest.mark.skipif(helm() is None, reason=NO_HELM)
+@needs_helm
 def test_the_pool_selects_the_pods_and_the_routers_ports_are_open() -> None:
     manifests = documents(render("-f", FOLDER / "values.yaml"))
     (template,) = pod_templates(manifests)

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,7 @@ import pytest
 
 import inflight
 from inflight.server.repository import default_repository
-from tests.commands import end, eventually, read_ready_line
+from tests.commands import end, eventually, free_port, read_ready_line
 
 pytestmark = pytest.mark.exhaustive
 
@@ -63,12 +62,6 @@ def site(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sit
             yield site
         finally:
             site.close()
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 class Site:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +19,8 @@ from inflight.core.ports import EngineClient
 from inflight.text.tokenizer import Tokenizer
 from tests.openai_endpoint.conftest import TEMPLATE
 from tests.openai_endpoint.scripted import ScriptedEngine
-from tests.openai_endpoint.serving import DEMO, PATIENCE_S, fake_engine, served
+from tests.openai_endpoint.serving import DEMO, fake_engine, served
+from tests.openai_endpoint.test_errors import num_unanswered, wait_until
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hello"}]
 TOOLS: list[Any] = [
@@ -441,15 +441,8 @@ def test_async_streams_run_together(tmp_path: Path) -> None:
 def test_a_client_that_leaves_ends_its_request(template: Path, is_streamed: bool) -> None:
     with fake_engine(step_us=20_000) as engine, served(engine, chat_template=template) as url:
 
-        def num_active() -> int:
-            state = json.loads(engine.state(PATIENCE_S))["batcher"]["state"]
-            return len(state["running"]) + len(state["waiting"])
-
         def wait_for(count: int) -> None:
-            deadline = time.monotonic() + PATIENCE_S
-            while num_active() != count:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            wait_until(lambda: num_unanswered(engine) == count)
 
         asked: dict[str, Any] = {"model": "demo", "max_tokens": 20_000, "messages": MESSAGES}
         if is_streamed:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +18,7 @@ from openai.types.responses import Response, ResponseFunctionToolCall, ResponseR
 from openai.types.responses.response_item_list import ResponseItemList
 
 from inflight.core.ports import EngineClient
+from inflight.text.tokenizer import Tokenizer
 from tests.openai_endpoint.conftest import TEMPLATE
 from tests.openai_endpoint.scripted import ScriptedEngine
 from tests.openai_endpoint.serving import PATIENCE_S, fake_engine, served
@@ -24,6 +27,8 @@ from tests.openai_endpoint.test_pictures import WITH_PICTURES, FakeEncoder, make
 
 CALL = '<tool_call>\n{"name": "area", "arguments": {"r": 2}}\n</tool_call>'
 TOOLS: Any = [{"type": "function", "name": "area", "parameters": {"type": "object"}}]
+LONG: Any = {"model": "demo", "input": "x", "max_output_tokens": 2000, "extra_body": {"ignore_eos": True}}
+"""A request that does not end before it is cancelled."""
 EFFORT = "{{ reasoning_effort or '' }}" + TEMPLATE
 
 
@@ -40,9 +45,17 @@ def connected(url: str, key: str = "none") -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S)
 
 
-def prompt_of(engine: ScriptedEngine) -> str:
-    from inflight.text.tokenizer import Tokenizer
+@contextmanager
+def slow_server(template: Path) -> Iterator[tuple[EngineClient, openai.OpenAI]]:
+    with (
+        fake_engine(step_us=2000) as engine,
+        served(engine, chat_template=template) as url,
+        connected(url) as client,
+    ):
+        yield engine, client
 
+
+def prompt_of(engine: ScriptedEngine) -> str:
     tokenizer = Tokenizer.from_dir(Path(engine.description.tokenizer_dir))
     return tokenizer.decode(engine.requests[-1].input_token_ids, skip_special_tokens=False)
 
@@ -64,10 +77,10 @@ def test_a_text_is_answered_with_the_official_shape(tmp_path: Path) -> None:
         assert response.usage.output_tokens + response.usage.input_tokens == response.usage.total_tokens
         check_response(response)
         assert prompt_of(engine) == "<|system|>be brief\n<|user|>hello\n<|assistant|>"
-        cut = client.responses.create(model="demo", input="hello", max_output_tokens=1)
+        cut: Any = client.responses.create(model="demo", input="hello", max_output_tokens=1)
         assert cut.status == "incomplete" and cut.incomplete_details is not None
         assert cut.incomplete_details.reason == "max_output_tokens"
-        assert cut.output[0].status == "incomplete"  # type: ignore[union-attr]
+        assert cut.output[0].status == "incomplete"
 
 
 def test_the_async_client_is_answered(tmp_path: Path) -> None:
@@ -134,10 +147,8 @@ def test_the_clients_stream_helper_accumulates_the_response(tmp_path: Path) -> N
     assert isinstance(reasoning, ResponseReasoningItem) and reasoning.content
     assert reasoning.content[0].text == "hmm" and message.type == "message"
     assert final.output_text == "So:" and call.type == "function_call" and call.arguments == '{"r": 2}'
-    assert [item.to_dict() for item in kept.output] == [
-        {name: value for name, value in item.to_dict().items() if not name.startswith("parsed")}
-        for item in final.output
-    ] or kept.output_text == final.output_text
+    sent = [re.sub(r',"parsed(_arguments)?":null', "", item.to_json(indent=None)) for item in final.output]
+    assert [item.to_json(indent=None) for item in kept.output] == sent
     assert kept.usage == final.usage and kept.usage is not None
     assert kept.usage.output_tokens_details.reasoning_tokens > 0
 
@@ -225,14 +236,12 @@ def test_instructions_are_not_carried_over_and_items_are(tmp_path: Path) -> None
             "<|system|>new rule\n<|user|>one\n<|assistant|>yes\n<|user|>two\n<|assistant|>yes\n<|user|>three\n"
             "<|assistant|>"
         )
-        pages = client.responses.input_items.list(second.id, limit=2, order="asc")
-        ResponseItemList.model_validate(
-            {"first_id": pages.data[0].id, "object": "list", **pages.to_dict()}  # type: ignore[union-attr]
-        )
-        texts = [item.content[0].text for item in pages]  # type: ignore[union-attr]
+        pages: Any = client.responses.input_items.list(second.id, limit=2, order="asc")
+        ResponseItemList.model_validate({"first_id": pages.data[0].id, "object": "list", **pages.to_dict()})
+        texts = [item.content[0].text for item in pages]
         assert texts == ["one", "yes", "two"] and pages.has_more
-        newest = client.responses.input_items.list(second.id).data
-        assert newest[0].content[0].text == "two"  # type: ignore[union-attr]
+        newest: Any = client.responses.input_items.list(second.id).data
+        assert newest[0].content[0].text == "two"
 
 
 def test_reasoning_is_passed_back_to_the_template(tmp_path: Path) -> None:
@@ -266,8 +275,8 @@ def test_log_probs_are_those_of_the_text(tmp_path: Path, is_streamed: bool) -> N
     }
     with server as url, connected(url) as client:
         if is_streamed:
-            events = list(client.responses.create(**asked, stream=True))
-            response = events[-1].response  # type: ignore[union-attr]
+            events: Any = list(client.responses.create(**asked, stream=True))
+            response = events[-1].response
             told = [
                 each
                 for event in events
@@ -324,14 +333,8 @@ def test_truncation_auto_drops_the_first_turns(tmp_path: Path) -> None:
 
 
 def test_a_response_in_progress_is_read_and_cancelled(template: Path) -> None:
-    with (
-        fake_engine(step_us=2000) as engine,
-        served(engine, chat_template=template) as url,
-        connected(url) as client,
-    ):
-        stream = client.responses.create(
-            model="demo", input="x", stream=True, extra_body={"ignore_eos": True}, max_output_tokens=2000
-        )
+    with slow_server(template) as (engine, client):
+        stream = client.responses.create(**LONG, stream=True)
         events = iter(stream)
         first = next(events)
         assert first.type == "response.created"
@@ -352,21 +355,15 @@ def test_a_response_in_progress_is_read_and_cancelled(template: Path) -> None:
 
 
 def test_a_disconnected_client_cancels_its_response(template: Path) -> None:
-    with (
-        fake_engine(step_us=2000) as engine,
-        served(engine, chat_template=template) as url,
-        connected(url) as client,
-    ):
-        stream = client.responses.create(
-            model="demo", input="x", stream=True, extra_body={"ignore_eos": True}, max_output_tokens=2000
-        )
+    with slow_server(template) as (engine, client):
+        stream = client.responses.create(**LONG, stream=True)
         first: Any = next(iter(stream))
         stream.close()
         wait_until(lambda: num_unanswered(engine) == 0)
         wait_until(lambda: client.responses.retrieve(first.response.id).status == "cancelled")
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(
-                f"{url}/v1/responses",
+                f"{client.base_url}responses",
                 json={"input": "x", "ignore_eos": True, "max_output_tokens": 2000},
                 timeout=0.3,
             )
@@ -374,16 +371,8 @@ def test_a_disconnected_client_cancels_its_response(template: Path) -> None:
 
 
 def test_an_engine_lost_during_a_stream_fails_the_response(template: Path) -> None:
-    with (
-        fake_engine(step_us=2000) as engine,
-        served(engine, chat_template=template) as url,
-        connected(url) as client,
-    ):
-        stream = iter(
-            client.responses.create(
-                model="demo", input="x", stream=True, extra_body={"ignore_eos": True}, max_output_tokens=2000
-            )
-        )
+    with slow_server(template) as (engine, client):
+        stream = iter(client.responses.create(**LONG, stream=True))
         next(stream)
         engine.close()
         last: Any = list(stream)[-1]
@@ -491,6 +480,12 @@ PART = {"role": "user", "content": "x"}
             "input",
             "invalid_value",
             "input[0].content[0]",
+        ),
+        (
+            {"input": [{"type": "reasoning", "summary": ["x"]}]},
+            "input",
+            "invalid_value",
+            "input[0].summary[0]",
         ),
         ({"input": [{"type": "item_reference", "id": "i"}]}, "input", "unsupported_parameter", "item itself"),
         (
