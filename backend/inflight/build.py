@@ -245,6 +245,7 @@ def start_engine(
 
     model = _load_checked(load, parameters, version_dir, rank_context)
     parameters, limits = with_saved_blocks(parameters, model), model.engine.limits
+    scheduler = Scheduler(with_kv_events(parameters), limits)
     instruments = make_instruments(parameters, limits, return_metrics, on_hang)
     adapters = make_adapters(parameters, model, lambda: manager.notify())
     receipts = make_receipts(parameters, model, lambda: manager.notify())
@@ -260,7 +261,7 @@ def start_engine(
     guides = make_guide_compiler(parameters, model, lambda: manager.notify())
     manager = GptManager(
         model.engine,
-        Scheduler(with_kv_events(parameters), limits),
+        scheduler,
         _counting_iterations(client.get_inference_requests, rank_context),
         client.send_response,
         client.poll_stop_signals,
