@@ -27,7 +27,7 @@ from inflight.server.launch import ServerOptions, cannot_encode, lay_out, make_p
 from inflight.server.log import CollapsingHandler
 from inflight.server.openai_process import OpenAiProcess
 from inflight.server.pictures_process import PicturesProcess
-from inflight.server.ports import Ports, resolve_host, resolve_ports
+from inflight.server.ports import Ports, reserve_ports, resolve_host
 from inflight.server.repository import RuntimeRepository, read_engine_parameters
 from inflight.server.supervisor import Signals
 
@@ -44,7 +44,11 @@ _INTERRUPTED = 130
 def serve(options: ServerOptions) -> int:
     """Serve until a signal ends this process; return the exit status. Raises ServeError if it cannot start."""
     _check(options)
-    ports = resolve_ports(resolve_host(options.host), Ports(openai=options.ports.openai))
+    with reserve_ports(resolve_host(options.host), Ports(openai=options.ports.openai)) as ports:
+        return _serve_at(ports, options)
+
+
+def _serve_at(ports: Ports, options: ServerOptions) -> int:
     log = open_log(options.log_format)
     _log_to(log, options.log_verbose)
     folder = runtime_directory.make()

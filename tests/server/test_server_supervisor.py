@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 from pathlib import Path
 from queue import Queue
 
@@ -50,13 +51,18 @@ def test_a_lost_server_is_restarted_on_the_same_ports(counting_repository: Path)
     ]
 
 
+def _fail_from_now(repository: Path) -> None:
+    """Let the model of the next servers fail to load."""
+    config = repository / "tensorrt_llm" / "config.pbtxt"
+    text = config.read_text()
+    config.write_text(re.sub(r'("fail_with" value \{ string_value: )""', r'\1"no more"', text))
+
+
 def test_a_server_that_cannot_be_restarted_is_given_up(counting_repository: Path) -> None:
-    config = counting_repository / "tensorrt_llm" / "config.pbtxt"
     with command(counting_repository, "--restarts", "2") as serving:
         serving.ready_line()
         folder = serving.folder()
-        text = config.read_text()
-        config.write_text(re.sub(r'("fail_with" value \{ string_value: )""', r'\1"no more"', text))
+        _fail_from_now(counting_repository)
         os.kill(serving.server(), signal.SIGKILL)
         output, errors = serving.process.communicate(timeout=60)
     assert serving.process.returncode == 1 and output == ""
@@ -64,6 +70,19 @@ def test_a_server_that_cannot_be_restarted_is_given_up(counting_repository: Path
     assert len(said) == 3 and "before it was ready" in said[1] and "started again in 0.5 s" in said[1]
     assert "ValueError: no more" in errors.rpartition("serve: ")[2]
     assert not folder.exists() and not shared_memory_of(folder.name)
+
+
+def test_no_other_program_is_given_the_ports_between_two_servers(counting_repository: Path) -> None:
+    with command(counting_repository, "--restarts", "100") as serving:
+        ready = serving.ready_line()
+        _fail_from_now(counting_repository)
+        os.kill(serving.server(), signal.SIGKILL)
+        assert serving.process.stderr is not None
+        assert any("started again in 0.5 s" in line for line in serving.process.stderr)
+        for service in ("http", "grpc", "metrics"):
+            address, port = ready[service].rsplit(":", 1)
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind((address, int(port)))
 
 
 def test_a_tritonserver_ended_by_a_signal_is_not_restarted(counting_repository: Path) -> None:

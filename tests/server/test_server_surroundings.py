@@ -11,7 +11,7 @@ import pytest
 from inflight.server import installation, runtime_directory
 from inflight.server.errors import OptionError, ServeError
 from inflight.server.keeper import Keeper
-from inflight.server.ports import Ports, resolve_host, resolve_ports
+from inflight.server.ports import Ports, reserve_ports, resolve_host, resolve_ports
 
 LOCALHOST = "127.0.0.1"
 
@@ -34,6 +34,22 @@ def test_a_port_in_use_is_refused_with_its_flag() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(OptionError, match=rf"port {port} .*--grpc-port"):
             resolve_ports(LOCALHOST, Ports(grpc=port))
+
+
+@pytest.mark.parametrize("host", [LOCALHOST, "0.0.0.0"])
+def test_a_reserved_port_is_chosen_by_nobody_but_its_server(host: str) -> None:
+    with reserve_ports(host, Ports()) as ports, reserve_ports(host, ports) as again:
+        assert again == ports
+        for port in ports.of_triton().values():
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind((host, port))
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection((LOCALHOST, port))
+            with socket.create_server((host, port)):  # sets SO_REUSEADDR, as the servers do
+                socket.create_connection((LOCALHOST, port)).close()
+                with pytest.raises(OptionError, match=f"port {port}"):
+                    resolve_ports(host, ports)
+    assert resolve_ports(host, ports) == ports
 
 
 def test_one_port_for_two_services_is_refused() -> None:

@@ -26,7 +26,7 @@ from inflight.server.keeper import Keeper
 from inflight.server.log import ServerLog, find_cause, was_starved
 from inflight.server.openai_process import OpenAiProcess
 from inflight.server.pictures_process import PicturesProcess
-from inflight.server.ports import Ports, resolve_host, resolve_ports
+from inflight.server.ports import Ports, reserve_ports, resolve_host
 from inflight.server.process import ServerProcess
 from inflight.server.repository import RuntimeRepository, Wanted, assemble, default_repository
 from inflight.server.runtime_directory import PID_FILE
@@ -141,7 +141,8 @@ class TritonServer:
         self._options = options
         self._echo = echo
         self._address = resolve_host(options.host)
-        self.ports = resolve_ports(self._address, options.ports)
+        self._reserved = contextlib.ExitStack()
+        self.ports = self._reserved.enter_context(reserve_ports(self._address, options.ports))
         self._folder = _make_folder()
         self._keeper: Keeper | None = None
         self._process: ServerProcess | None = None
@@ -361,6 +362,7 @@ class TritonServer:
             elif self._process:
                 self.kill()  # remaining stubs and ranks
         finally:
+            self._reserved.close()
             runtime_directory.remove(self._folder)
             if self._keeper:
                 self._keeper.dismiss()

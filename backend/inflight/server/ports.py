@@ -1,9 +1,10 @@
-"""Choose the ports of a server, or check that they are free, before anything is started."""
+"""Choose the ports of a server, or check that they are free, and keep them from others before it listens."""
 
 import contextlib
 import errno
 import random
 import socket
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,10 +49,22 @@ def resolve_ports(address: str, asked: Ports) -> Ports:
 
     Raises OptionError with the flag if a port is taken.
     """
+    with reserve_ports(address, asked) as ports:
+        return ports
+
+
+@contextlib.contextmanager
+def reserve_ports(address: str, asked: Ports) -> Generator[Ports]:
+    """Yield the ports with every 0 replaced by a free port, and keep others from choosing them meanwhile.
+
+    Each port has a socket that is bound to it but does not listen. With SO_REUSEADDR on both sockets, Linux lets
+    a server bind to the port and listen; no socket is given the port as a free one.
+
+    Raises OptionError with the flag if a port is taken.
+    """
     _check_different(asked)
     with contextlib.ExitStack() as held:
-        # All ports are held at the same time, so that no free port is chosen twice.
-        return Ports(
+        yield Ports(
             http=_claim(held, address, asked.http, "--http-port"),
             grpc=_claim(held, address, asked.grpc, "--grpc-port"),
             metrics=_claim(held, address, asked.metrics, "--metrics-port"),
@@ -77,16 +90,15 @@ def _check_different(asked: Ports) -> None:
 
 
 def _claim(held: contextlib.ExitStack, address: str, port: int, flag: str) -> int:
-    listener = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-    if port:
-        # A port counts as free even if connections of an earlier server are still in TIME_WAIT.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    claimed = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
     try:
         if port:
-            listener.bind((address, port))
+            # A port counts as free even if connections of an earlier server are still in TIME_WAIT.
+            claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            claimed.bind((address, port))
         else:
-            _bind_to_free(listener, address)
-        listener.listen()
+            _bind_to_free(claimed, address)
+            claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for the server's own socket
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
             raise OptionError(
@@ -96,21 +108,17 @@ def _claim(held: contextlib.ExitStack, address: str, port: int, flag: str) -> in
         raise OptionError(
             f"port {port} on {address} cannot be used ({reason}): choose another with {flag}, 0 for any free one"
         ) from None
-    return int(listener.getsockname()[1])
+    return int(claimed.getsockname()[1])
 
 
-def _bind_to_free(listener: socket.socket, address: str) -> None:
-    """Bind to a free port below the ephemeral ports.
-
-    The server binds to the port only after loading its models, and until then another connection could get
-    an ephemeral port.
-    """
+def _bind_to_free(claimed: socket.socket, address: str) -> None:
+    """Bind to a free port below the ephemeral ports, which programs that reserve nothing choose from."""
     ports = range(_LOWEST_FREE, _first_of_systems())
     for port in random.sample(ports, min(_TRIES, len(ports))):
         with contextlib.suppress(OSError):
-            listener.bind((address, port))
+            claimed.bind((address, port))
             return
-    listener.bind((address, 0))
+    claimed.bind((address, 0))
 
 
 def _first_of_systems() -> int:

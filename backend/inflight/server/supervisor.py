@@ -18,6 +18,7 @@ from typing import TextIO
 from inflight.server import orphans
 from inflight.server.errors import ServeError
 from inflight.server.launch import ServerOptions, TritonServer, start_with_tries
+from inflight.server.ports import reserve_ports, resolve_host
 
 _PAUSES_S = (0.0, 0.5, 1.0, 2.0)
 """Seconds before a start, by the number of servers lost in a row. The last number is for all further starts."""
@@ -107,6 +108,13 @@ class Supervisor:
         Raises ServeError if no server can be kept running.
         """
         orphans.adopt()
+        options = self._options
+        # Each server listens on the same ports, which no other program can choose while there is no server.
+        with reserve_ports(resolve_host(options.host), options.ports) as ports:
+            self._options = replace(options, ports=ports)
+            return self._run()
+
+    def _run(self) -> int:
         while (server := self._start()) is not None:
             try:
                 with contextlib.closing(server):
@@ -131,8 +139,6 @@ class Supervisor:
         if self._has_served and self._signals.any():
             return None
         server = TritonServer(self._options, self._echo)
-        # The next server must be reachable at the same ports.
-        self._options = replace(self._options, ports=server.ports)
         try:
             server.start()
             if server.wait_ready(interrupted=self._signals.any, report=self._write_line):
