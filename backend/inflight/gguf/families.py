@@ -18,7 +18,7 @@ XIELU = ("alpha_p", "alpha_n", "beta", "eps")
 """Parameters of the activation xIELU, which a file has as keys."""
 PARTLY_ROTATED = ("phi3", "qwen35", "qwen35moe", "qwen3next", "glm4", "glm4moe", "stablelm")
 """Architectures whose heads may be rotated in part, by `partial_rotary_factor`."""
-OWN_HEADS = ("gemma4", "deepseek2", "minimax-m2", "nemotron_h", "nemotron_h_moe")
+OWN_HEADS = ("gemma4", "deepseek2", "kimi-linear", "minimax-m2", "nemotron_h", "nemotron_h_moe")
 """Architectures whose readers read the sizes of heads themselves."""
 
 
@@ -32,6 +32,31 @@ def _llama(section: ArchitectureKeys) -> Json:
         "num_experts_per_tok": section.size("expert_used_count"),
     }
     return {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], **counts}
+
+
+def _llama4(section: ArchitectureKeys) -> Json:
+    """Return the keys of Llama 4.
+
+    A file does not state the layers without positions, the chunks and the temperature of attention, and whether
+    queries and keys are normalized. They are as in llama.cpp, which has the published models' values in its code.
+    """
+    section.expect("expert_gating_func", None, _SIGMOID)
+    section.expect("attention.sliding_window", None)  # 0 in files of MobileLLM, which has no experts
+    num_experts = section.size("expert_count")
+    return {
+        "head_dim": section.size("attention.key_length"),
+        "intermediate_size": section.largest("expert_feed_forward_length"),
+        "intermediate_size_mlp": section.largest("feed_forward_length"),
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": section.size("expert_used_count"),
+        "interleave_moe_layer_step": section.size("interleave_moe_layer_step"),
+        "use_qk_norm": num_experts != 128,  # the number of Maverick's
+        "no_rope_layer_interval": 4,
+        "attention_chunk_size": 8192,
+        "attn_temperature_tuning": True,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+    }
 
 
 def _phi3(section: ArchitectureKeys) -> Json:
@@ -449,15 +474,18 @@ def _glm4_moe(section: ArchitectureKeys) -> Json:
     }
 
 
-def _deepseek2(section: ArchitectureKeys) -> Json:
-    """Return the keys of DeepSeek V2, or of V3, which has a bias for the choice of experts."""
+def _latent_attention(section: ArchitectureKeys) -> Json:
+    """Return the keys of latent attention.
+
+    A file whose second projection is in two tensors has the sizes of keys and values under names that end with
+    `_mla`. The names without this ending then have the sizes of the latents that replace them.
+    """
     rank, rotated = section.size("attention.kv_lora_rank"), section.size("rope.dimension_count")
     is_absorbed = section.keys.has(section.name("attention.key_length_mla"))
     ending = "_mla" if is_absorbed else ""
     if is_absorbed:
         section.expect("attention.key_length", None, rank + rotated)
-        section.expect("attention.value_length", None, rank)
-    latent = {
+    return {
         "num_key_value_heads": section.size("attention.head_count"),
         "q_lora_rank": section.size_or_none("attention.q_lora_rank"),
         "kv_lora_rank": rank,
@@ -466,6 +494,13 @@ def _deepseek2(section: ArchitectureKeys) -> Json:
         "v_head_dim": section.size(f"attention.value_length{ending}"),
         "attention_bias": section.has_tensor("attn_q_a.bias"),
     }
+
+
+def _deepseek2(section: ArchitectureKeys) -> Json:
+    """Return the keys of DeepSeek V2, or of V3, which has a bias for the choice of experts."""
+    latent = _latent_attention(section)
+    if section.keys.has(section.name("attention.value_length_mla")):
+        section.expect("attention.value_length", None, latent["kv_lora_rank"])
     if section.has_tensor("exp_probs_b.bias"):
         norm = {
             "norm_topk_prob": section.boolean("expert_weights_norm", False),
@@ -477,6 +512,26 @@ def _deepseek2(section: ArchitectureKeys) -> Json:
     method = "group_limited_greedy" if experts["n_group"] > 1 else "greedy"
     classes = {"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]}
     return {**latent, **experts, **classes, "topk_method": method}
+
+
+def _kimi_linear(section: ArchitectureKeys) -> Json:
+    """Return the keys of Kimi Linear, whose layers without key heads are recurrent.
+
+    A file does not state the number of heads of recurrent layers, and whether the probabilities of the chosen
+    experts are normalized. As in llama.cpp, it is the number of heads of attention, and they are.
+    """
+    kv_heads = section.of_layers("attention.head_count_kv") or []
+    section.size_or_none("attention.value_length")  # hidden_size / heads, which is the width of no head
+    section.expect("expert_weights_norm", None, True)
+    return {
+        **_latent_attention(section),
+        **_routed_experts(section, _SIGMOID),
+        "norm_topk_prob": True,
+        "layer_types": ["full_attention" if count else "linear_attention" for count in kv_heads],
+        "linear_num_heads": section.size("attention.head_count"),
+        "linear_head_dim": section.size("kda.head_dim"),
+        "linear_conv_kernel_dim": section.size("ssm.conv_kernel"),
+    }
 
 
 def _hunyuan_dense(section: ArchitectureKeys) -> Json:
@@ -568,6 +623,7 @@ def _stablelm(section: ArchitectureKeys) -> Json:
 
 READERS: Mapping[str, Callable[[ArchitectureKeys], Json]] = {
     "llama": _llama,
+    "llama4": _llama4,
     "phi3": _phi3,
     "gemma2": _gemma,
     "gemma3": _gemma,
@@ -594,6 +650,7 @@ READERS: Mapping[str, Callable[[ArchitectureKeys], Json]] = {
     "glm4": _glm4,
     "glm4moe": _glm4_moe,
     "deepseek2": _deepseek2,
+    "kimi-linear": _kimi_linear,
     "hunyuan-dense": _hunyuan_dense,
     "hunyuan-moe": _hunyuan_moe,
     "seed_oss": _seed_oss,
