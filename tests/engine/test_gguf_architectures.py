@@ -272,10 +272,10 @@ def _name_as_published(file: Path) -> None:
 
 
 def _keys_of(file: GGUFReader) -> dict[str, Any]:
-    """Return the keys and values of the architecture, without those that have no effect."""
+    """Return the keys and values of the architecture and of xIELU, without those that have no effect."""
     architecture = file.fields["general.architecture"].contents()
     return {
         key: field.contents()
         for key, field in file.fields.items()
-        if key.startswith(f"{architecture}.") and not key.endswith(IGNORED)
+        if key.startswith((f"{architecture}.", "xielu.")) and not key.endswith(IGNORED)
     }

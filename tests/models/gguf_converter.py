@@ -145,9 +145,11 @@ def convert(
     }
     config = SimpleNamespace(**beside | of_text.to_dict())
     writer = GGUFWriter(path, architecture)
-    own_keys = {**keys_of(architecture, config), **_xielu_keys(tensors), **(more_keys or {})}
+    own_keys = {**keys_of(architecture, config), **(more_keys or {})}
     for key, value in own_keys.items():
         _add_key(writer, f"{architecture}.{key}", value)
+    for key, value in _xielu_keys(tensors).items():
+        _add_key(writer, key, value)
     writer.add_tokenizer_model("no_vocab")
     writer.add_eos_token_id(config.eos_token_id)
     for name, numbers in {**_converted(architecture, config, tensors), **(further or {})}.items():

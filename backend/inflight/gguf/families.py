@@ -14,8 +14,8 @@ _BIGGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
 _SOFTMAX, _SIGMOID = 1, 2
 """llama.cpp's numbers of the functions that make probabilities of experts' scores."""
 
-XIELU = ("alpha_p", "alpha_n", "beta", "eps")
-"""Parameters of the activation xIELU, which a file has as keys."""
+XIELU = ("xielu.alpha_p", "xielu.alpha_n", "xielu.beta", "xielu.eps")
+"""Keys of a file with the parameters of the activation xIELU; they do not have the architecture's prefix."""
 PARTLY_ROTATED = ("phi3", "qwen35", "qwen35moe", "qwen3next", "glm4", "glm4moe", "stablelm")
 """Architectures whose heads may be rotated in part, by `partial_rotary_factor`."""
 OWN_HEADS = ("gemma4", "deepseek2", "kimi-linear", "minimax-m2", "nemotron_h", "nemotron_h_moe")
@@ -188,7 +188,9 @@ def _types(section: ArchitectureKeys, every: int) -> list[str]:
 def _gemma3n(section: ArchitectureKeys) -> Json:
     """Return the keys of Gemma 3n. The file has each layer's quantile instead of its fraction of zero gates."""
     tensors, normal = section.header.tensors, NormalDist()
-    quantiles = section.numbers("activation_sparsity_scale") or [float("-inf")] * section.num_layers
+    quantiles = (
+        section.numbers(section.name("activation_sparsity_scale")) or [float("-inf")] * section.num_layers
+    )
     inputs, laurel = tensors.get("per_layer_token_embd.weight"), tensors.get("blk.0.laurel_l.weight")
     if inputs is None or laurel is None:
         raise section.keys.error(
@@ -564,8 +566,8 @@ def _arcee(section: ArchitectureKeys) -> Json:
 def _apertus(section: ArchitectureKeys) -> Json:
     """Return the keys of Apertus. `gguf_tensors.py` reads the parameters of its activation, keys of the file."""
     for name in XIELU:
-        if section.numbers(f"xielu.{name}") is None:
-            raise section.keys.error(section.name(f"xielu.{name}"), "a number for each layer")
+        if section.numbers(name) is None:
+            raise section.keys.error(name, "a number for each layer")
     theta = section.number_or_none("rope.freq_base") or 10000.0
     return {
         "attention_bias": section.has_tensor("attn_q.bias"),
