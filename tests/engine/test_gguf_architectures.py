@@ -212,6 +212,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek-v3": {"scoring_func": "sigmoid"},
     "minimax-m2": {"rotary_dim": 6, "scoring_func": "sigmoid"},
     "mistral-small": {"architectures": ["Mistral3ForConditionalGeneration"]},
+    "hunyuan-moe": {"moe_intermediate_size": [96] * 3, "moe_topk": [2] * 3, "num_shared_expert": [1] * 3},
+    "falcon-h1": {"head_dim": 8},
+    "falcon-h1-norm": {"head_dim": 8},
     "kimi-linear": {
         "first_k_dense_replace": 1,
         "linear_attn_config": {

@@ -299,7 +299,10 @@ def _hunyuan_moe_keys(config: Any) -> dict[str, Any]:
 
 
 def _falcon_h1_keys(config: Any) -> dict[str, Any]:
+    head_dim = config.hidden_size // config.num_attention_heads
     return {
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
         "ssm.conv_kernel": config.mamba_d_conv,
         "ssm.state_size": config.mamba_d_state,
         "ssm.group_count": config.mamba_n_groups,
