@@ -184,7 +184,7 @@ def test_files_that_hold_no_whole_model_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"m\.gguf is not a complete GGUF file"):
             find_checkpoint(str(path))
     for architecture, key, value, said in (
-        ("rwkv6", None, None, r"'general\.architecture' is 'rwkv6', expected one of llama, qwen2"),
+        ("rwkv6", None, None, r"'general\.architecture' is 'rwkv6', expected one of llama, llama4"),
         ("llama", "general.type", "adapter", r"'general\.type' is 'adapter', expected 'model'"),
         ("llama", None, None, r"'llama\.embedding_length' is missing, expected an integer >= 1"),
     ):
