@@ -28,6 +28,7 @@ from inflight.models.levels import MatrixKind
 from inflight.models.loader import check_weights, quantized_kinds
 from inflight.models.registry import read_model_description
 from tests.engine.driver import alone, load_engine
+from tests.engine.llama_cpp_tokens import llama_cpp_tokens, needs_llama_cpp
 from tests.engine.ranks import ranks
 from tests.engine.serving import config_of, serve
 from tests.models.gguf_converter import CONVERTED, as_published, convert
@@ -268,6 +269,27 @@ def test_the_files_are_those_of_llama_cpps_converter(tmp_path: Path) -> None:
         assert set(found) == set(expected), case
         for name, numbers in expected.items():
             np.testing.assert_allclose(found[name], numbers, 1e-6, err_msg=f"{case} {name}")
+
+
+OTHER_IN_LLAMA_CPP = {
+    "gpt-oss": "bounds of YaRN are rounded",
+    "exaone4": "windows are only in models of 64 layers",
+    "deepseek-v2": "groups of experts are chosen as in DeepSeek V3",
+    "gemma3n": "files load only if they have the published models' sizes",
+}
+"""Cases that llama.cpp does not compute as transformers does, with the difference."""
+
+
+@needs_llama_cpp
+def test_tokens_are_those_of_llama_cpp(tmp_path: Path) -> None:
+    for case in CONVERTED:
+        if case in OTHER_IN_LLAMA_CPP:
+            continue
+        model = convert(tmp_path / f"{case}.gguf", case)
+        row = alone(load_engine(find_checkpoint(str(model.folder)), dtype="float32"), model.prompt(40), 6)
+        assert llama_cpp_tokens(model.folder, [model.prompt(40)], 6)[str(model.folder)] == [row.generated], (
+            case
+        )
 
 
 def _name_as_published(file: Path) -> None:
