@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from inflight.core.request.sampling_config import CONTROLS
+from inflight.openai.generate import GenerateBody, SamplingParams
 from inflight.openai.messages.protocol import MessagesBody, MessagesOutput, MessagesThinking
 from inflight.openai.protocol import (
     Body,
@@ -30,10 +31,12 @@ _BODIES = [
     ChatBody,
     CompletionBody,
     EmbeddingBody,
+    GenerateBody,
     MessagesBody,
     MessagesOutput,
     MessagesThinking,
     RerankBody,
+    SamplingParams,
     ScoreBody,
     StreamOptions,
     StructuredOutputs,

@@ -15,7 +15,17 @@ from fastapi import FastAPI
 from inflight.access_log import AccessLog
 from inflight.core.ports import EngineClient
 from inflight.errors import InflightError
-from inflight.openai import chat_completions, completions, embeddings, models, rerank, server_routes, tokenize
+from inflight.openai import (
+    chat_completions,
+    completions,
+    embeddings,
+    generate,
+    models,
+    render,
+    rerank,
+    server_routes,
+    tokenize,
+)
 from inflight.openai.bodies import BodyReader
 from inflight.openai.context import Context
 from inflight.openai.errors import add_error_handlers
@@ -61,7 +71,8 @@ def create_app(
     app.state.context = context
     app.state.bodies = BodyReader(session, options.max_body_bytes)
     app.state.responses = KeptResponses(options.max_stored_responses, options.max_stored_bytes)
-    modules = (models, completions, chat_completions, messages, embeddings, rerank, tokenize, server_routes)
+    of_tokens = (render, generate, tokenize)
+    modules = (models, completions, chat_completions, messages, embeddings, rerank, *of_tokens, server_routes)
     routers = (*(module.router for module in modules), responses_router, playground_router)
     for router in routers:
         app.include_router(router)

@@ -50,8 +50,9 @@ _NOT_SERVED = {
     **dict.fromkeys(("/v1/fine_tuning", "/v1/evals"), _NO_TRAINING),
     **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), _ADAPTERS),
     **dict.fromkeys(
-        ("/v1/chat/completions/render", "/v1/completions/render"),
-        "this server has no route that renders prompts: /tokenize returns the token ids of messages",
+        ("/v1/chat/completions/derender", "/v1/completions/derender"),
+        'this server parses no token ids: /detokenize returns their text, and output_mode "text" of '
+        "/inference/v1/generate adds it",
     ),
 }
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
