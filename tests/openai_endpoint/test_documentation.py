@@ -13,6 +13,7 @@ from inflight.openai.messages.protocol import MessagesBody, MessagesOutput, Mess
 from inflight.openai.protocol import (
     Body,
     ChatBody,
+    ClassifyBody,
     CompletionBody,
     EmbeddingBody,
     RerankBody,
@@ -29,6 +30,7 @@ PAGE, RESPONSES = DOCS / "openai.md", DOCS / "openai-responses.md"
 
 _BODIES = [
     ChatBody,
+    ClassifyBody,
     CompletionBody,
     EmbeddingBody,
     GenerateBody,

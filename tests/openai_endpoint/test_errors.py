@@ -426,7 +426,6 @@ def test_a_grpc_error_that_contains_a_kinds_name_is_not_a_server_error() -> None
         ),
         *(
             "v1/evals",
-            "classify",
             "pooling",
             "v1/load_lora_adapter",
         ),

@@ -17,6 +17,7 @@ from inflight.core.ports import EngineClient
 from inflight.errors import InflightError
 from inflight.openai import (
     chat_completions,
+    classify,
     completions,
     embeddings,
     generate,
@@ -71,8 +72,8 @@ def create_app(
     app.state.context = context
     app.state.bodies = BodyReader(session, options.max_body_bytes)
     app.state.responses = KeptResponses(options.max_stored_responses, options.max_stored_bytes)
-    of_tokens = (render, generate, tokenize)
-    modules = (models, completions, chat_completions, messages, embeddings, rerank, *of_tokens, server_routes)
+    of_texts, pooling = (completions, chat_completions, messages), (embeddings, classify, rerank)
+    modules = (models, *of_texts, *pooling, render, generate, tokenize, server_routes)
     routers = (*(module.router for module in modules), responses_router, playground_router)
     for router in routers:
         app.include_router(router)

@@ -322,6 +322,28 @@ class EmbeddingBody(PoolingBody):
     add_special_tokens: bool = True
 
 
+class ClassifyBody(PoolingBody):
+    """The JSON body of a request to /v1/classify: texts, or the messages of one chat.
+
+    Attributes:
+        use_activation: Whether the numbers are probabilities; otherwise they are the products with the head.
+    """
+
+    not_served = {
+        "activation": ((True,), "vLLM has renamed it: send use_activation"),
+        "softmax": ((True,), "vLLM has renamed it: send use_activation"),
+        "chat_template": ((), "the template is the server's: start it with --chat-template FILE"),
+    }
+    input: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)] | None = None
+    messages: Objects | None = Field(None, min_length=1)
+    use_activation: bool = True
+    add_special_tokens: bool | None = None
+    tools: Objects = Field(default_factory=list[dict[str, Any]])
+    add_generation_prompt: bool = False
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=_MAX_VARIABLES)
+
+
 class DocumentText(Body):
     """A document as an object."""
 

@@ -41,7 +41,6 @@ _NOT_SERVED = {
     "/v1/responses/input_tokens": "the usage of a response has its input_tokens; /tokenize counts messages",
     **dict.fromkeys(("/v1/audio", "/v1/images", "/v1/videos", "/v1/realtime"), _TEXT_ALONE),
     "/v1/moderations": "this server moderates nothing",
-    "/classify": "this server has no classes: /v1/rerank and /v1/score are for models that score pairs of texts",
     "/pooling": "this server returns no hidden states here: /v1/embeddings returns embeddings",
     **dict.fromkeys(("/v1/files", "/v1/uploads", "/v1/batches", "/v1/containers"), _NO_FILES),
     **dict.fromkeys(

@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 
 from inflight.checkpoint_config import checkpoint_name
+from inflight.classification import ClassificationHead, read_classification_head
 from inflight.core.ports import EngineClient
 from inflight.core.request.adapter_command import AdapterAction, AdapterCommand, AdapterState
 from inflight.core.request.engine_description import EngineDescription
@@ -39,7 +40,8 @@ _ROUTES = {
     Task.GENERATE: "generates text: send requests to /v1/completions or /v1/chat/completions; started with "
     "--convert embed or classify, it would compute embeddings or scores",
     Task.EMBED: "computes embeddings: send texts to /v1/embeddings",
-    Task.CLASSIFY: "scores pairs of texts: send them to /v1/rerank or /v1/score",
+    Task.CLASSIFY: "classifies texts: send them to /v1/classify",
+    Task.RERANK: "scores pairs of texts: send them to /v1/rerank or /v1/score",
 }
 _SLOW_S = 1.0
 """A failed attempt to reach the engine that takes this many seconds is not repeated for as many seconds."""
@@ -145,15 +147,23 @@ class ServingModel:
             "model_not_found",
         )
 
-    def check_task(self, wanted: Task) -> None:
-        """Raise ApiError unless the model is served for `wanted`."""
-        task = self._checkpoint().task
-        if task is not wanted:
+    def check_task(self, wanted: Collection[Task]) -> None:
+        """Raise ApiError unless the model is served for one of the tasks `wanted`."""
+        task = self.task()
+        if task not in wanted:
             raise ApiError(f"this server {_ROUTES[task]}", 400, "model", "unsupported_model")
+
+    def task(self) -> Task:
+        """Return the task for which the model is served."""
+        return self._checkpoint().task
 
     def pooling(self) -> Pooling:
         """Return how the model's embeddings are made."""
         return self._checkpoint().pooling
+
+    def classification_head(self) -> ClassificationHead:
+        """Return the head of a model for sequence classification."""
+        return self._checkpoint().head
 
     def encode(
         self, texts: Sequence[str], add_special_tokens: bool = True, field: str = "prompt"
@@ -252,6 +262,10 @@ class _CheckpointFiles:
     @cached_property
     def task(self) -> Task:
         return find_task(self._folder, self._convert)
+
+    @cached_property
+    def head(self) -> ClassificationHead:
+        return read_classification_head(self._folder)
 
     @cached_property
     def pooling(self) -> Pooling:
