@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from inflight.core.request.sampling_config import CONTROLS
+from inflight.openai.adapters import LoadAdapterBody, UnloadAdapterBody
 from inflight.openai.generate import GenerateBody, SamplingParams
 from inflight.openai.messages.protocol import MessagesBody, MessagesOutput, MessagesThinking
 from inflight.openai.protocol import (
@@ -54,6 +55,12 @@ def test_every_field_is_on_the_page(body: type[Body]) -> None:
     }
     fields = {field.alias or name for name, field in body.model_fields.items()}
     assert fields | set(body.not_served) <= named
+
+
+@pytest.mark.parametrize("body", [LoadAdapterBody, UnloadAdapterBody])
+def test_every_field_about_adapters_is_on_their_page(body: type[Body]) -> None:
+    named = set(re.findall(r"`([a-z_0-9]+)`", (DOCS / "adapters.md").read_text(encoding="utf-8")))
+    assert set(body.model_fields) | set(body.not_served) <= named
 
 
 @pytest.mark.parametrize("body", [ResponseBody, ReasoningOptions, TextOptions])

@@ -427,7 +427,6 @@ def test_a_grpc_error_that_contains_a_kinds_name_is_not_a_server_error() -> None
         *(
             "v1/evals",
             "pooling",
-            "v1/load_lora_adapter",
         ),
         *("v1/completions/derender", "v1/containers"),
     ],

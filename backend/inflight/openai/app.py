@@ -16,6 +16,7 @@ from inflight.access_log import AccessLog
 from inflight.core.ports import EngineClient
 from inflight.errors import InflightError
 from inflight.openai import (
+    adapters,
     chat_completions,
     classify,
     completions,
@@ -73,7 +74,7 @@ def create_app(
     app.state.bodies = BodyReader(session, options.max_body_bytes)
     app.state.responses = KeptResponses(options.max_stored_responses, options.max_stored_bytes)
     of_texts, pooling = (completions, chat_completions, messages), (embeddings, classify, rerank)
-    modules = (models, *of_texts, *pooling, render, generate, tokenize, server_routes)
+    modules = (models, adapters, *of_texts, *pooling, render, generate, tokenize, server_routes)
     routers = (*(module.router for module in modules), responses_router, playground_router)
     for router in routers:
         app.include_router(router)

@@ -34,7 +34,6 @@ _NO_AGENTS = (
     "this server keeps no conversations, assistants or stores: send the messages to /v1/chat/completions"
 )
 _NO_TRAINING = "this server trains and evaluates nothing"
-_ADAPTERS = "adapters are loaded by their first request, or by Triton's tensor lora_command"
 _NOT_SERVED = {
     "/v1/messages/batches": _NO_FILES,
     "/v1/responses/compact": "this server compacts no conversations: truncation auto drops their first turns",
@@ -47,7 +46,6 @@ _NOT_SERVED = {
         ("/v1/assistants", "/v1/threads", "/v1/conversations", "/v1/vector_stores", "/v1/chatkit"), _NO_AGENTS
     ),
     **dict.fromkeys(("/v1/fine_tuning", "/v1/evals"), _NO_TRAINING),
-    **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), _ADAPTERS),
     **dict.fromkeys(
         ("/v1/chat/completions/derender", "/v1/completions/derender"),
         'this server parses no token ids: /detokenize returns their text, and output_mode "text" of '

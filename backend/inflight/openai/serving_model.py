@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from hashlib import blake2b
@@ -34,6 +34,7 @@ from inflight.version import package_version
 _log = logging.getLogger(__name__)
 
 _ADAPTERS_TIMEOUT_S = 10.0
+_COMMAND_TIMEOUT_S = 60.0
 _ADAPTERS_FRESH_S = 1.0
 """Seconds for which a listed adapter is assumed to exist. If it no longer does, the engine refuses the request."""
 _ROUTES = {
@@ -122,6 +123,16 @@ class ServingModel:
             return ()
         return tuple(state for state in states if state.name)
 
+    def command_adapters(self, command: AdapterCommand) -> None:
+        """Execute a command about adapters. May block; raises the command's own error."""
+        states = self._client.adapters(command, _COMMAND_TIMEOUT_S)
+        with self._listing:
+            self._note_adapters(state for state in states if state.name)
+
+    def _note_adapters(self, states: Iterable[AdapterState]) -> None:
+        self._adapters = {state.name: not state.problem for state in states}
+        self._listed_s = time.monotonic()
+
     def adapter_of(self, model: str | None) -> str:
         """Return the adapter that a body's `model` names; "" for the model itself.
 
@@ -134,8 +145,7 @@ class ServingModel:
         with self._listing:
             is_fresh = time.monotonic() - self._listed_s < _ADAPTERS_FRESH_S
             if not (is_fresh and model in self._adapters):  # a new adapter can be used at once
-                self._adapters = {state.name: not state.problem for state in self.adapters()}
-                self._listed_s = time.monotonic()
+                self._note_adapters(self.adapters())
             adapters = self._adapters
         if model in adapters:  # an adapter that failed is loaded again, and the engine reports the reason
             return model
