@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ import transformers
 from inflight.core.ports import EngineClient
 from tests.openai_endpoint.scripted import scripted
 from tests.openai_endpoint.serving import DEMO, DEMO_VOCABULARY, PATIENCE_S
+from tests.openai_endpoint.test_fuzz import Client, check_answer, mutated
 
 PROMPT = [97, 514, 40, 1021, 9]
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
@@ -198,6 +200,15 @@ def test_what_is_refused(url: str, change: dict[str, Any], status: int, param: s
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (status, param), error
     assert words in error["message"]
+
+
+def test_random_bodies(url: str) -> None:
+    chance, client = random.Random(5), Client(url)
+    sampling = {**GREEDY, "max_tokens": 2, "logprobs": 1, "stop": ["a"], "logit_bias": {"5": 1.0}}
+    body = {"token_ids": PROMPT, "sampling_params": sampling, "stream": False, "output_mode": "text"}
+    for _ in range(80):
+        raw = json.dumps(mutated(chance, body)).encode()
+        check_answer(*client.post("/inference/v1/generate", raw), raw)
 
 
 def test_what_has_no_effect(url: str) -> None:
