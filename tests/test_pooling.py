@@ -40,7 +40,7 @@ def test_the_pooling_of_the_last_token(tmp_path: Path, pooling: dict[str, object
         "auto": Task.EMBED,
         "none": Task.GENERATE,
         "embed": Task.EMBED,
-        "classify": Task.CLASSIFY,
+        "classify": Task.RERANK,
     }
 
 
@@ -49,6 +49,21 @@ def test_a_checkpoint_without_a_pooling_generates_unless_a_flag_says_otherwise(t
     assert find_task(tmp_path, "embed") is Task.EMBED
     (tmp_path / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.Transformer"}]))
     assert find_task(tmp_path, "auto") is Task.GENERATE
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tasks"),
+    [
+        ("Qwen3ForSequenceClassification", (Task.CLASSIFY, Task.CLASSIFY, Task.EMBED, Task.GENERATE)),
+        ("Qwen3ForCausalLM", (Task.GENERATE, Task.RERANK, Task.EMBED, Task.GENERATE)),
+    ],
+)
+def test_a_checkpoint_for_sequence_classification_classifies(
+    tmp_path: Path, architecture: str, tasks: tuple[Task, ...]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    assert tuple(find_task(tmp_path, convert) for convert in ("auto", "classify", "embed", "none")) == tasks
+    assert [task.pools for task in Task] == [False, True, True, False]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The task for which a checkpoint is served: to generate text, to embed texts, or to score pairs of texts.
+"""The task for which a checkpoint is served: to generate text, to embed or classify texts, or to score pairs.
 
 Reads the files with which sentence-transformers describes an embedding model: `modules.json`, and the
 `config.json` of its pooling. Imports only the standard library; any thread.
@@ -19,8 +19,14 @@ from inflight.json_values import is_list, is_object
 CONVERSIONS = ("auto", "none", "embed", "classify")
 """Values of the flag --convert, named as in vLLM."""
 
-EMBEDDING_OUTPUT = "last_hidden_state"
-"""The additional output of the engine of which embeddings are made."""
+POOLED_OUTPUT = "last_hidden_state"
+"""The additional output of the engine of which embeddings and classes are made."""
+
+CLASSIFICATION_HEAD = "score.weight"
+"""The tensor with a row for each class, in checkpoints for sequence classification."""
+
+_CLASSIFIER = "ForSequenceClassification"
+"""The end of the names of transformers' classes that classify texts."""
 
 _MODULES = "modules.json"
 _MODE = "pooling_mode_"
@@ -29,11 +35,21 @@ _SERVED = ("Transformer", "Pooling", "Normalize")
 
 
 class Task(Enum):
-    """The kind of answers that a server gives to requests to /v1."""
+    """The kind of answers that a server gives to requests to /v1.
+
+    EMBED and CLASSIFY need `POOLED_OUTPUT`. CLASSIFY: by the checkpoint's classification head. RERANK: by the
+    probability of the token "yes".
+    """
 
     GENERATE = auto()
     EMBED = auto()
     CLASSIFY = auto()
+    RERANK = auto()
+
+    @property
+    def pools(self) -> bool:
+        """Return whether answers are made of `POOLED_OUTPUT`, for which no output projection is needed."""
+        return self in (Task.EMBED, Task.CLASSIFY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +68,31 @@ def find_task(folder: Path, convert: str) -> Task:
 
     Args:
         folder: The checkpoint's folder.
-        convert: One of CONVERSIONS; with "auto", a checkpoint with a pooling of sentence-transformers is for
-            embeddings.
+        convert: One of CONVERSIONS; with "auto", a checkpoint for sequence classification classifies, and one with
+            a pooling of sentence-transformers is for embeddings.
 
     Raises:
         ConfigError: Texts are to be embedded, and the checkpoint has a pooling or a module that is not served.
     """
-    if convert == "classify":
-        return Task.CLASSIFY
     if convert == "none":
         return Task.GENERATE
+    if convert in ("auto", "classify") and _is_classifier(folder):
+        return Task.CLASSIFY
+    if convert == "classify":
+        return Task.RERANK
     return Task.EMBED if read_pooling(folder) is not None or convert == "embed" else Task.GENERATE
+
+
+def _is_classifier(folder: Path) -> bool:
+    try:
+        return any(map(classifies, ConfigFile.load(folder / "config.json").texts("architectures")))
+    except ConfigError:  # loading the model reports it
+        return False
+
+
+def classifies(architecture: str) -> bool:
+    """Return whether a class of transformers classifies texts."""
+    return architecture.endswith(_CLASSIFIER)
 
 
 def read_pooling(folder: Path) -> Pooling | None:

@@ -113,6 +113,61 @@ def test_a_command_waits_at_most_its_timeout(
     )
 
 
+def test_a_name_that_a_client_gave_ends_with_unloading(serve: Any, peft_folder: Path, tmp_path: Path) -> None:
+    it = serve(names={"own": peft_folder}, lora_dir=tmp_path)
+    commands = AdapterCommands(it.cache, it.folders)
+
+    def names() -> set[str]:
+        return {each.name for each in commands.list_adapters()}
+
+    for name, path in (("given", "peft"), ("own", "peft"), ("peft", "peft")):
+        commands.load(name, path, 60)
+    commands.load("given", "", 60)
+    assert names() == {"given", "own", "peft"}
+    for name in ("given", "own", "peft"):
+        commands.unload(name, None)
+    assert names() == {"own", "peft"}, "the operator's names stay"
+    assert "no adapter has this name" in it.error(name="given")
+    with pytest.raises(NotFound):
+        commands.unload("given", None)
+    commands.load("given", "peft", 60)
+    it.cache.unload("given")  # as if it had been evicted
+    commands.unload("given", None)
+    assert names() == {"own", "peft"}
+
+
+def test_a_load_may_replace_an_adapter(serve: Any, model: ModelDescription, tmp_path: Path) -> None:
+    def write(folder: str, seed: int) -> None:
+        write_lora_files(make_weights(model.decoder, [(Module.ATTN_Q, 0, 2)], seed), tmp_path / folder)
+
+    def digest(name: str = "it") -> bytes:
+        return it.ask(name=name).stored[0].digest
+
+    write("one", 1)
+    write("two", 2)
+    (tmp_path / "empty").mkdir()
+    it = serve(lora_dir=tmp_path)
+    commands = AdapterCommands(it.cache, it.folders)
+    commands.load("it", "one", 60)
+    first = digest()
+    with pytest.raises(InvalidArgument, match="already has a folder other than 'two'"):
+        commands.load("it", "two", 60)
+    commands.load("it", "two", 60, replaces=True)
+    second = digest()
+    write("two", 3)
+    commands.load("it", "two", 60)  # it is loaded: nothing is read
+    assert not it.ask(name="it").stored
+    commands.load("it", "", 60, replaces=True)
+    third = digest()
+    assert len({first, second, third}) == 3
+    with pytest.raises(InvalidArgument, match="neither"):
+        commands.load("it", "empty", 60, replaces=True)
+    assert it.cache.update().dropped
+    assert digest() == third, "the name has its old folder again"
+    with pytest.raises(InvalidArgument, match="already has a folder"):
+        commands.load("one", "two", 60, replaces=True)  # lora_dir's own name
+
+
 def test_a_folder_that_has_changed_is_read_after_unloading(
     serve: Any, model: ModelDescription, tmp_path: Path
 ) -> None:

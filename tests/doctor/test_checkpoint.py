@@ -25,6 +25,7 @@ from tests.models.gguf_files import write as write_gguf
 from tests.models.mxfp4 import pack
 from tests.models.sparse_files import write_35b_mixture
 from tests.models.zoo import make_model
+from tests.openai_endpoint.small_models import make_classifier, make_qwen3, write_pooling
 from tests.tiers import with_all
 
 from .test_machine import GREEN, RED, YELLOW
@@ -55,6 +56,37 @@ def test_the_demo_model_is_described():
     assert "not quantized" in found["checkpoint"].says
     assert found["room"].level is GREEN and "131072 tokens" in found["room"].says
     assert found["tokenizer"].says == "3072 tokens"
+
+
+@pytest.mark.parametrize(
+    ("labels", "says"),
+    [
+        (("bad", "good"), "classifies texts, 2 classes (bad, good): /v1/classify"),
+        (("relevant",), "classifies texts, 1 class (relevant): /v1/classify, /v1/rerank and /v1/score"),
+        (tuple("abcdefg"), "classifies texts, 7 classes (a, b, c, d, e, …): /v1/classify"),
+    ],
+)
+def test_a_checkpoint_that_classifies(tmp_path: Path, labels: tuple[str, ...], says: str):
+    found = check(make_classifier(tmp_path / "classifier", labels=labels))
+    assert (found["task"].level, found["task"].says) == (GREEN, says)
+    assert found["checkpoint"].says.startswith("Qwen3ForSequenceClassification, 2 layers")
+
+
+def test_a_head_that_is_missing(tmp_path: Path):
+    folder = make_classifier(tmp_path / "classifier")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["score.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    found = check(folder)["task"]
+    assert found.level is RED and "no tensor score.weight" in found.says
+
+
+def test_a_checkpoint_that_embeds(tmp_path: Path):
+    found = check(write_pooling(make_qwen3(tmp_path / "embedder")))
+    assert (found["task"].level, found["task"].says) == (GREEN, "embeds texts: /v1/embeddings")
+    other = check(write_pooling(make_qwen3(tmp_path / "other"), "mean_tokens"))
+    assert other["checkpoint"].level is RED and "has the pooling mean_tokens" in other["checkpoint"].says
+    assert "task" not in check(DEMO)
 
 
 def test_plans_need_a_gpu_and_their_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

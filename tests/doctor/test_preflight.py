@@ -11,12 +11,15 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from inflight import serve_command
 from inflight.doctor import preflight
 from inflight.doctor.finding import red
+from inflight.openai.options import OpenAiOptions
 from inflight.server.launch import ServerOptions
 from inflight.server.repository import Wanted, default_repository
+from tests.openai_endpoint.small_models import make_classifier
 
 DEMO_MODEL = default_repository() / "tensorrt_llm" / "1" / "demo_model"
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 5\n"
@@ -43,7 +46,7 @@ def test_an_encoder_with_a_decoder(tmp_path: Path) -> None:
     assert "is T5ForConditionalGeneration, an encoder with a decoder" in problem(folder)
 
 
-@pytest.mark.parametrize("architecture", ["BertModel", "BertForMaskedLM", "Qwen2ForSequenceClassification"])
+@pytest.mark.parametrize("architecture", ["BertModel", "BertForMaskedLM", "BertForSequenceClassification"])
 def test_models_that_compute_no_next_token(tmp_path: Path, architecture: str) -> None:
     assert "computes embeddings or classes" in problem(make_checkpoint(tmp_path / "bert", architecture))
 
@@ -65,6 +68,18 @@ def test_a_decoder_without_output_projection_is_for_embeddings_alone(tmp_path: P
     assert "without its output projection" not in " ".join(
         preflight.problems(ServerOptions(wanted=Wanted(folder)))
     )
+
+
+def test_a_decoder_that_classifies(tmp_path: Path) -> None:
+    folder = make_classifier(tmp_path / "classifier")
+    assert not list(preflight.problems(ServerOptions(wanted=Wanted(folder))))
+    text = ServerOptions(wanted=Wanted(folder), openai=OpenAiOptions(convert="none"))
+    (told,) = preflight.problems(text)
+    assert "a decoder without its output projection, which --convert auto or embed serves" in told
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["score.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    assert "model.safetensors has no tensor score.weight" in problem(folder)
 
 
 def test_an_encoder_is_refused_by_its_class_and_a_decoder_by_its_pooling(tmp_path: Path) -> None:

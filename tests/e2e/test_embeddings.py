@@ -1,4 +1,4 @@
-"""A checkpoint for embeddings on a real tritonserver: /v1/embeddings, and text at Triton's endpoints."""
+"""Checkpoints for embeddings and classes on a real tritonserver: /v1, and text at Triton's endpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import transformers
 
 from inflight.server.launch import ServerOptions, serve
 from inflight.server.ports import Ports
-from tests.openai_endpoint.small_models import make_qwen3, write_pooling
+from tests.openai_endpoint.small_models import make_classifier, make_qwen3, write_pooling
 
 from .clients import completion
 
@@ -34,3 +34,18 @@ def test_embeddings_beside_text(elsewhere, tmp_path, ranks):
         with torch.inference_mode():
             expected = model(torch.tensor([ids])).last_hidden_state[0, -1]
         assert np.abs(embedding - (expected / expected.norm()).numpy()).max() < 1e-4
+
+
+def test_classes_beside_text(elsewhere, tmp_path):
+    folder = make_classifier(tmp_path / "classifier", transformers.LlamaConfig)
+    with serve(None, folder, "float32", SETTINGS, options=ServerOptions(ports=Ports(0, 0, 0, 0))) as server:
+        answer = httpx.post(f"{server.openai}/v1/classify", json={"input": TEXTS}, timeout=60).json()
+        text = completion(server.grpc, input_ids=[5, 6, 7], request_output_len=4, end_id=-1)
+    assert len(text.ids) == 4
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    for found, ids in zip(answer["data"], tokenizer(TEXTS)["input_ids"], strict=True):
+        with torch.inference_mode():
+            expected = model(torch.tensor([ids])).logits[0].softmax(-1)
+        assert np.abs(np.array(found["probs"]) - expected.numpy()).max() < 1e-4
+        assert found["label"] == model.config.id2label[int(expected.argmax())]

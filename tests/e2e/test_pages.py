@@ -63,6 +63,8 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
     "docs/openai.md": {
         "inflight serve --model Qwen": "downloads a model",
         "found = client.embeddings": "needs that model; test_embeddings.py has a small one",
+        "inflight serve --model /path/to/classifier": "needs such a model",
+        "curl localhost:9000/v1/classify": "needs that model; test_classify.py has small ones",
         "curl localhost:9000/v1/rerank": "needs that model; tests/openai_endpoint/test_rerank.py has a small one",
     },
     "docs/openai-server.md": {

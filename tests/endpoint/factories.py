@@ -103,8 +103,8 @@ class FakeAdapters:
     def list_adapters(self) -> list[AdapterState]:
         return list(self._loaded.values())
 
-    def load(self, name: str, path: str, timeout_s: float) -> None:
-        self.calls.append(("load", name, path, timeout_s))
+    def load(self, name: str, path: str, timeout_s: float, replaces: bool = False) -> None:
+        self.calls.append(("load", name, path, timeout_s, replaces))
         self._loaded[name] = AdapterState(name, None, path, True, 8, 100)
 
     def unload(self, name: str, task_id: int | None) -> None:

@@ -26,7 +26,13 @@ def test_adapter_commands_cross_the_socket(
     assert client.adapters(load, 5.0) == (sql,)
     assert client.adapters(LIST, 5.0) == (sql,)
     assert client.adapters(AdapterCommand(AdapterAction.UNLOAD, "sql"), 5.0) == ()
-    assert batcher.adapters.calls == [("load", "sql", "sql-v2", 5.0), ("unload", "sql", None)]
+    again = AdapterCommand(AdapterAction.LOAD, "sql", path="sql-v3", replaces=True)
+    client.adapters(again, 5.0)
+    assert batcher.adapters.calls == [
+        ("load", "sql", "sql-v2", 5.0, False),
+        ("unload", "sql", None),
+        ("load", "sql", "sql-v3", 5.0, True),
+    ]
 
 
 def test_an_error_of_an_adapter_command_crosses_the_socket(front_end: SocketEngineClient) -> None:

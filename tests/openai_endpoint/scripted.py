@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from inflight.core.ports import EngineClient, SendResponseCallback
+from inflight.core.request.adapter_command import AdapterCommand, AdapterState
 from inflight.core.request.engine_description import EngineDescription, ModelLimits
 from inflight.core.request.handle import RequestHandle
 from inflight.core.request.request import Request
@@ -71,6 +72,9 @@ class ScriptedEngine:
 
     def describe(self) -> EngineDescription:
         return self.description
+
+    def adapters(self, command: AdapterCommand, timeout_s: float) -> tuple[AdapterState, ...]:
+        return ()
 
     def submit(self, request: Request, on_response: SendResponseCallback) -> RequestHandle:
         request_id = next(self._request_ids)

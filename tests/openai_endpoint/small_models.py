@@ -1,9 +1,9 @@
-"""Small random checkpoints of Qwen3 for embeddings and scores, in the forms in which such models are published."""
+"""Small random checkpoints for embeddings, classes and scores, in the forms in which such models are published."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,54 @@ def make_qwen3(folder: Path, tied: bool = True, bare: bool = False, **tokenizer:
     )
     model = transformers.Qwen3ForCausalLM(config)
     (model.model if bare else model).save_pretrained(folder)
+    write_text_files(folder, **tokenizer)
+    return folder
+
+
+LABELS = ("bad", "fair", "good")
+
+
+def make_classifier(
+    folder: Path,
+    config: type[transformers.PretrainedConfig] = transformers.Qwen3Config,
+    labels: Sequence[str] = LABELS,
+    problem_type: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "1GB",
+    **tokenizer: bool,
+) -> Path:
+    """Write a decoder for sequence classification with random weights; return its folder.
+
+    Args:
+        folder: Made by this function.
+        config: The family.
+        labels: The classes.
+        problem_type: The key of config.json; None: none.
+        dtype: Type of the weights.
+        max_shard_size: Size of the largest file.
+        tokenizer: Arguments of `write_text_files`.
+    """
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": _VOCABULARY + 2,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 64,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": POSITIONS,
+        "initializer_range": 0.3,
+        "eos_token_id": END_ID,
+    }
+    known = {*config().to_dict(), *config.attribute_map}
+    of_family = {name: size for name, size in sizes.items() if name in known}
+    made = config(**of_family, id2label=dict(enumerate(labels)), problem_type=problem_type)
+    model = transformers.AutoModelForSequenceClassification.from_config(made, dtype=dtype)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
     write_text_files(folder, **tokenizer)
     return folder
 

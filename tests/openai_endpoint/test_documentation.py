@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 
 from inflight.core.request.sampling_config import CONTROLS
+from inflight.openai.adapters import LoadAdapterBody, UnloadAdapterBody
+from inflight.openai.generate import GenerateBody, SamplingParams
 from inflight.openai.messages.protocol import MessagesBody, MessagesOutput, MessagesThinking
 from inflight.openai.protocol import (
     Body,
     ChatBody,
+    ClassifyBody,
     CompletionBody,
     EmbeddingBody,
     RerankBody,
@@ -28,12 +31,15 @@ PAGE, RESPONSES = DOCS / "openai.md", DOCS / "openai-responses.md"
 
 _BODIES = [
     ChatBody,
+    ClassifyBody,
     CompletionBody,
     EmbeddingBody,
+    GenerateBody,
     MessagesBody,
     MessagesOutput,
     MessagesThinking,
     RerankBody,
+    SamplingParams,
     ScoreBody,
     StreamOptions,
     StructuredOutputs,
@@ -49,6 +55,12 @@ def test_every_field_is_on_the_page(body: type[Body]) -> None:
     }
     fields = {field.alias or name for name, field in body.model_fields.items()}
     assert fields | set(body.not_served) <= named
+
+
+@pytest.mark.parametrize("body", [LoadAdapterBody, UnloadAdapterBody])
+def test_every_field_about_adapters_is_on_their_page(body: type[Body]) -> None:
+    named = set(re.findall(r"`([a-z_0-9]+)`", (DOCS / "adapters.md").read_text(encoding="utf-8")))
+    assert set(body.model_fields) | set(body.not_served) <= named
 
 
 @pytest.mark.parametrize("body", [ResponseBody, ReasoningOptions, TextOptions])

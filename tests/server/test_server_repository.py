@@ -127,6 +127,17 @@ def test_a_model_that_embeds_gets_the_output_of_embeddings(tmp_path: Path, given
         assert ('"generation_last_hidden_state"' in text) == ("last_hidden_state" in wanted)
 
 
+def test_a_classifier_gets_the_output_of_embeddings(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"architectures": ["Qwen3ForSequenceClassification"]}')
+    for convert, is_wanted in (("auto", True), ("classify", True), ("none", False)):
+        target = tmp_path / convert
+        assemble(default_repository(), target, Wanted(folder, convert=convert))
+        text = (target / "tensorrt_llm" / "config.pbtxt").read_text()
+        assert (read_parameters(text)["additional_model_outputs"] == "last_hidden_state") == is_wanted
+
+
 def test_settings_override_options(tmp_path: Path) -> None:
     wanted = Wanted(model=tmp_path, dtype="bfloat16", settings={"dtype": "float32", "tokenizer_dir": "/t"})
     values = filled(wanted)

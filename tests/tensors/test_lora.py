@@ -163,6 +163,9 @@ def test_adapter_commands_are_parsed() -> None:
         AdapterAction.LOAD, "a", path="b"
     )
     assert command({"command": "load", "name": "a"}) == AdapterCommand(AdapterAction.LOAD, "a")
+    for replaces in (True, False):
+        text = {"command": "load", "name": "a", "replace": replaces}
+        assert command(text) == AdapterCommand(AdapterAction.LOAD, "a", replaces=replaces)
     assert command({"command": "unload", "name": "a"}) == AdapterCommand(AdapterAction.UNLOAD, "a")
     assert command({"command": "unload", "task_id": 0}) == AdapterCommand(AdapterAction.UNLOAD, task_id=0)
 
@@ -181,6 +184,8 @@ def test_adapter_commands_are_parsed() -> None:
         ({"command": "load", "name": ""}, "has name '', expected a text"),
         ({"command": "load", "name": 3}, "has name 3, expected a text"),
         ({"command": "load", "name": "a", "task_id": 3}, "has 'task_id', which load does not take"),
+        ({"command": "load", "name": "a", "replace": 1}, "has replace 1, expected true or false"),
+        ({"command": "unload", "name": "a", "replace": True}, "has 'replace', which unload does not take"),
         ({"command": "unload"}, "must have a name or a task_id, one of them"),
         ({"command": "unload", "name": "a", "task_id": 1}, "must have a name or a task_id, one of them"),
         ({"command": "unload", "task_id": "1" * 10_000}, "has task_id '111"),

@@ -203,7 +203,7 @@ class Adapters(Protocol):
         clients."""
         ...
 
-    def load(self, name: str, path: str, timeout_s: float) -> None:
+    def load(self, name: str, path: str, timeout_s: float, replaces: bool = False) -> None:
         """Read the folder of the adapter `name` into host memory; raises the error that a request would get.
 
         Args:
@@ -211,13 +211,16 @@ class Adapters(Protocol):
             path: The adapter's folder, below the server's `lora_dir`; "" means the folder that the name
                 already has.
             timeout_s: How long to wait before raising Unavailable, in seconds; reading continues after that.
+            replaces: Whether to read the folder again if the adapter is loaded, and to accept another folder for a
+                name that `load` has given. If the new folder is refused, the name keeps its old one.
         """
         ...
 
     def unload(self, name: str, task_id: int | None) -> None:
         """Free an adapter's host memory once no request uses it; raises NotFound for an unknown adapter.
 
-        A named adapter is read again by its next request; an adapter sent by a client is lost.
+        A named adapter is read again by its next request, unless `load` gave the name, which is then dropped; an
+        adapter sent by a client is lost.
 
         Args:
             name: The adapter's name; "" to select it by `task_id`.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from inflight.models.levels import MatrixKind
 
 _GIB = 2**30
+_MAX_LABELS = 5
+"""Largest number of labels that a finding lists."""
 
 
 def check_checkpoint(
@@ -113,10 +115,35 @@ def _check_model(folder: Path, config: EngineConfig) -> Iterator[Finding]:
         f"{_size(num_bytes)} of weights in {computed}{stored}, {_quantization(facts, kept)}, "
         f"sequences of up to {longest} tokens",
     )
+    yield from _check_task(folder)
     if (multimodal := description.multimodal) is not None:
         yield _check_pictures(folder, facts.name, multimodal.inputs)
     yield path
     yield from _check_room(config, description, (dtype, linear_dtype), device, num_bytes, longest)
+
+
+def _check_task(folder: Path) -> Iterator[Finding]:
+    """Report what the checkpoint is served for in place of text; nothing if it generates text."""
+    from inflight.classification import read_classification_head
+    from inflight.errors import ConfigError
+    from inflight.pooling import Task, find_task
+
+    try:
+        task = find_task(folder, "auto")
+        if task is Task.CLASSIFY:
+            labels = read_classification_head(folder).labels
+            classes = "1 class" if len(labels) == 1 else f"{len(labels)} classes"
+            routes = "/v1/classify, /v1/rerank and /v1/score" if len(labels) == 1 else "/v1/classify"
+            yield green("task", f"classifies texts, {classes} ({_listed(labels)}): {routes}")
+        elif task is Task.EMBED:
+            yield green("task", "embeds texts: /v1/embeddings")
+    except ConfigError as error:
+        yield red("task", str(error), "download the checkpoint again, or take another one")
+
+
+def _listed(labels: Sequence[str]) -> str:
+    shown = ", ".join(labels[:_MAX_LABELS])
+    return shown if len(labels) <= _MAX_LABELS else f"{shown}, …"
 
 
 def _check_pictures(folder: Path, name: str, inputs: str) -> Finding:

@@ -26,7 +26,7 @@ from inflight.engine_folder import is_engine_folder
 from inflight.errors import ConfigError
 from inflight.gguf.folder import is_gguf
 from inflight.models.registry import bare_decoder, describe
-from inflight.pooling import Task, find_task
+from inflight.pooling import Task, classifies, find_task
 from inflight.safetensors_header import tensor_ranges
 from inflight.server.launch import ServerOptions, lay_out
 from inflight.server.other_servers import flags_that_set
@@ -78,6 +78,7 @@ def problems(options: ServerOptions, root: Path = Path("/")) -> Iterator[str]:
         or _length(engine)
         or _memory(options, engine, root)
         or _weights(options, engine)
+        or _head(options)
     )
     if reason is not None:
         yield reason
@@ -182,9 +183,10 @@ def _no_decoder(config: ConfigFile) -> str | None:
 
 def _cannot_generate(config: ConfigFile, task: Task) -> str | None:
     """Return why a decoder without its output projection cannot do its task; None for any other decoder."""
-    if task is Task.EMBED or not any(map(bare_decoder, config.texts("architectures"))):
+    if task.pools or not any(map(bare_decoder, config.texts("architectures"))):
         return None
-    return "a decoder without its output projection, which --convert embed serves"
+    others = "auto or embed" if any(map(classifies, config.texts("architectures"))) else "embed"
+    return f"a decoder without its output projection, which --convert {others} serves"
 
 
 def _computes_no_text(architecture: str) -> bool:
@@ -287,6 +289,22 @@ def _memory(options: ServerOptions, engine: EngineConfig | None, root: Path) -> 
         f"{folder} has {needed / _GIB:.1f} GiB of weights, and {free / _GIB:.1f} GiB of memory are available: "
         f"take {ways}"
     )
+
+
+def _head(options: ServerOptions) -> str | None:
+    """Return why a checkpoint for sequence classification cannot classify."""
+    folder = options.wanted.model
+    if folder is None or not (folder / "config.json").is_file():
+        return None
+    try:
+        if find_task(folder, options.openai.convert) is Task.CLASSIFY:
+            # Imported here, as numpy would stay in the launcher's memory.
+            from inflight.classification import read_classification_head
+
+            read_classification_head(folder)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def _weights(options: ServerOptions, engine: EngineConfig | None) -> str | None:

@@ -186,7 +186,7 @@ class LocalEngineClient:
         if self._adapters is None:
             raise Unsupported("this engine does not accept adapter commands")
         if command.action is AdapterAction.LOAD:
-            self._adapters.load(command.name, command.path, timeout_s)
+            self._adapters.load(command.name, command.path, timeout_s, command.replaces)
         elif command.action is AdapterAction.UNLOAD:
             self._adapters.unload(command.name, command.task_id)
         return tuple(self._adapters.list_adapters())

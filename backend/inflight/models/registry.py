@@ -22,10 +22,11 @@ from inflight.models.neutral_keys import refuse_unread
 from inflight.models.quantization import Quantization, read_quantization
 from inflight.models.unserved import refuse_unserved
 from inflight.multimodal import Multimodal, bidirectional_layers, num_added_layers
-from inflight.pooling import has_pooling
+from inflight.pooling import CLASSIFICATION_HEAD, classifies, has_pooling
 
 _logger = logging.getLogger(__name__)
 _COUNTS = ("num_hidden_layers", "n_layer", "num_attention_heads", "n_head")
+_WITHOUT_PROJECTION = ("Model", "ForSequenceClassification")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k")
 
 
@@ -100,9 +101,13 @@ def describe(config: ConfigFile) -> ModelDescription:
     )
     refuse_unread(config, family.neutral)
     _check(config, decoder)
-    if has_pooling(config.path.parent):  # its output projection is not used, and often not stored
+    is_classifier = any(map(classifies, config.texts("architectures")))
+    if is_classifier or has_pooling(config.path.parent):
+        # The output projection is not used, and often not stored.
         decoder = replace(decoder, tied_embeddings=True)
     names = family.names
+    if is_classifier:  # `inflight.classification` reads the head
+        names = replace(names, ignored=(*names.ignored, CLASSIFICATION_HEAD))
     if names.recurrent is not None and decoder.recurrent is not None:
         counts = tuple(count for _, count in names.recurrent.product)
         decoder = replace(
@@ -145,13 +150,15 @@ def _family(config: ConfigFile) -> Family:
 
 
 def bare_decoder(architecture: str) -> str | None:
-    """Return the class of a family whose decoder without output projection, such as Qwen3Model, is `architecture`.
+    """Return the class of a family whose decoder without output projection is `architecture`.
 
-    None if it is no such decoder.
+    Such are Qwen3Model, and Qwen3ForSequenceClassification, which has another head. None if it is no such
+    decoder.
     """
-    if not architecture.endswith("Model"):
+    kind = next((kind for kind in _WITHOUT_PROJECTION if architecture.endswith(kind)), None)
+    if kind is None:
         return None
-    whole = [architecture.removesuffix("Model") + head for head in ("ForCausalLM", "LMHeadModel")]
+    whole = [architecture.removesuffix(kind) + head for head in ("ForCausalLM", "LMHeadModel")]
     return next((family.architecture for family in FAMILIES if family.architecture in whole), None)
 
 

@@ -15,7 +15,19 @@ from fastapi import FastAPI
 from inflight.access_log import AccessLog
 from inflight.core.ports import EngineClient
 from inflight.errors import InflightError
-from inflight.openai import chat_completions, completions, embeddings, models, rerank, server_routes, tokenize
+from inflight.openai import (
+    adapters,
+    chat_completions,
+    classify,
+    completions,
+    embeddings,
+    generate,
+    models,
+    render,
+    rerank,
+    server_routes,
+    tokenize,
+)
 from inflight.openai.bodies import BodyReader
 from inflight.openai.context import Context
 from inflight.openai.errors import add_error_handlers
@@ -61,7 +73,8 @@ def create_app(
     app.state.context = context
     app.state.bodies = BodyReader(session, options.max_body_bytes)
     app.state.responses = KeptResponses(options.max_stored_responses, options.max_stored_bytes)
-    modules = (models, completions, chat_completions, messages, embeddings, rerank, tokenize, server_routes)
+    of_texts, pooling = (completions, chat_completions, messages), (embeddings, classify, rerank)
+    modules = (models, adapters, *of_texts, *pooling, render, generate, tokenize, server_routes)
     routers = (*(module.router for module in modules), responses_router, playground_router)
     for router in routers:
         app.include_router(router)

@@ -1,4 +1,4 @@
-"""/v1/completions: continuations of prompts. Runs on the event loop, except `_prepare`."""
+"""/v1/completions: continuations of prompts. Runs on the event loop, except `prepare_completion`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def create_completion(
     """Continue each prompt `n` times."""
     context = context_of(request)
     adapter = await context.adapter_of(body.model, Task.GENERATE)
-    prepared = await context.session.compute(partial(_prepare, context.model, body, adapter))
+    prepared = await context.session.compute(partial(prepare_completion, context.model, body, adapter))
     envelope = Envelope.of("cmpl", "text_completion", prepared, request)
     writer = _CompletionWriter(body, prepared, envelope)
     if body.stream:
@@ -44,9 +44,20 @@ async def create_completion(
     return await context.session.compute(lambda: JsonAnswer(writer.whole(pieces)))
 
 
-def _prepare(model: ServingModel, body: CompletionBody, adapter: str) -> PreparedBody:
+def prepare_completion(
+    model: ServingModel, body: CompletionBody, adapter: str, usual_max_tokens: int | None = DEFAULT_MAX_TOKENS
+) -> PreparedBody:
+    """Return the prepared body of a completion. Errors name fields of the body. Runs on the tokenizing threads.
+
+    Args:
+        model: The served model.
+        body: The body.
+        adapter: Name of the LoRA adapter; "": the bare model.
+        usual_max_tokens: Number of tokens to generate if neither the body nor the server sets one; None: as many
+            as fit.
+    """
     default = model.options.default_max_tokens
-    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None and default is None else body.max_tokens
+    max_tokens = usual_max_tokens if body.max_tokens is None and default is None else body.max_tokens
     asked = BodySettings(
         body,
         max_tokens,

@@ -34,16 +34,17 @@ class Context:
     http_metrics: HttpMetrics
     pictures: ChatPictures | None = None
 
-    async def adapter_of(self, model: str | None, task: Task | None = None) -> str:
+    async def adapter_of(self, model: str | None, *tasks: Task) -> str:
         """Return the adapter named by a body's `model` (`ServingModel.adapter_of`).
 
-        Must be each body's first check. Raises ApiError if the model is not served for `task`; None: any task.
+        Must be each body's first check. Raises ApiError if the model is served for none of `tasks`; without tasks
+        it may be served for any.
         """
 
         def find() -> str:
             adapter = self.model.adapter_of(model)
-            if task is not None:
-                self.model.check_task(task)
+            if tasks:
+                self.model.check_task(tasks)
             return adapter
 
         return await self.session.wait_for(find)

@@ -159,7 +159,12 @@ class KServeEngineClient:
 
     def adapters(self, command: AdapterCommand, timeout_s: float) -> tuple[AdapterState, ...]:
         """Execute an adapter command; return all adapters after it. Raises the server's errors."""
-        said: dict[str, Any] = {"command": command.action.value, "name": command.name, "path": command.path}
+        said: dict[str, Any] = {
+            "command": command.action.value,
+            "name": command.name,
+            "path": command.path,
+            "replace": command.replaces,
+        }
         text = json.dumps({key: value for key, value in said.items() if value} | _task_id(command))
         told = self._call(self._ask_text("lora_command", _as_text(text), "adapters"), timeout_s)
         return tuple(AdapterState(**each) for each in json.loads(told)["adapters"])

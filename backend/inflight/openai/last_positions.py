@@ -1,4 +1,4 @@
-"""Requests whose answer is computed from the last position of each prompt: embeddings and scores.
+"""Requests whose answer is computed from the last position of each prompt: embeddings, classes and scores.
 
 The engine computes a prompt, and one token that is dropped, like any other request: in the same batches, in
 chunks, and with the reuse of KV blocks, which always leaves a prompt's last token to be computed.
@@ -12,8 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import numpy as np
 from fastapi import Request as HttpRequest
+from numpy.typing import NDArray
 
+from inflight.additional_outputs import WantedOutput
 from inflight.core.kv.block_keys import id_of_text
 from inflight.core.request.adapter import LoraRequest
 from inflight.core.request.engine_description import ModelLimits
@@ -24,14 +27,19 @@ from inflight.core.request.stop import FinishReason
 from inflight.errors import Cancelled, InvalidArgument, Unsupported
 from inflight.openai.context import Context, open_stream, start_stream
 from inflight.openai.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, in_fields, invalid
+from inflight.openai.prepared_body import check_number_of_sequences
 from inflight.openai.protocol import PoolingBody
 from inflight.openai.request_ids import request_id_of
 from inflight.openai.sampling import identity_of, priority_of
 from inflight.openai.serving_model import ServingModel
 from inflight.openai.streaming import Watcher
+from inflight.pooling import POOLED_OUTPUT
 from inflight.prompt import Prompt, ReplyOptions
+from inflight.text.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
+POOLED = OutputOptions(additional_outputs=(WantedOutput(POOLED_OUTPUT),))
+"""The outputs of prompts whose last hidden states are needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +125,64 @@ def encode(
     if most is None:
         return model.encode(texts, add_special_tokens, field)
     return model.tokenizer().encode_batch(texts, add_special_tokens)
+
+
+def read_input(
+    model: ServingModel,
+    given: str | list[str] | list[int] | list[list[int]],
+    add_special: bool,
+    most: int | None,
+) -> Sequence[Sequence[int]]:
+    """Return the token ids of each prompt of a body's field `input`.
+
+    Args:
+        model: The served model.
+        given: The field: a text, token ids, or a list of either.
+        add_special: Whether texts get the tokenizer's special tokens.
+        most: Number of tokens to which prompts are cut; None: they are not cut.
+    """
+    if not given:
+        raise invalid("input", "input is empty: send a text, token ids, or a list of either")
+    if isinstance(given, str):
+        given = [given]
+    check_number_of_sequences(model, 1 if isinstance(given[0], int) else len(given), 1, "input")
+    if isinstance(given[0], str):
+        return encode_cut(
+            model, [text for text in given if isinstance(text, str)], add_special, "input", most
+        )
+    ids = [each for each in given if isinstance(each, int)]
+    rows = [ids] if ids else [row for row in given if isinstance(row, list)]
+    return [_cut(row, most, 0) for row in rows]
+
+
+def encode_cut(
+    model: ServingModel, texts: Sequence[str], add_special: bool, field: str, most: int | None
+) -> list[list[int]]:
+    """Return the token ids of each text, cut to `most` tokens unless that is None; see `encode`.
+
+    The special tokens that the tokenizer appends to a text are kept.
+    """
+    tail = _num_appended(model.tokenizer()) if add_special else 0
+    return [_cut(each, most, tail) for each in encode(model, texts, add_special, field, most)]
+
+
+def _cut(ids: list[int], most: int | None, tail: int) -> list[int]:
+    """Return the first tokens of a prompt, and its last `tail` ones, which the tokenizer has appended."""
+    if most is None or len(ids) <= most:
+        return ids
+    tail = min(tail, most)
+    return ids[: most - tail] + ids[len(ids) - tail :]
+
+
+def _num_appended(tokenizer: Tokenizer) -> int:
+    """Return how many special tokens the tokenizer appends to a text."""
+    bare, whole = (tokenizer.encode("a", added) for added in (False, True))
+    return len(whole) - len(bare) - len(tokenizer.prefix_ids)
+
+
+def pooled_state(result: SequenceResult) -> NDArray[np.float32]:
+    """Return the last hidden state of a prompt's last token, float32 [hidden size]."""
+    return np.frombuffer(result.additional_outputs[0].tensors[0].data, np.float32)
 
 
 async def compute(

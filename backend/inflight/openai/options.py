@@ -58,8 +58,8 @@ class OpenAiOptions:
         allowed_media_domains: Hosts from which pictures are read, in lower case; "*.HOST": all hosts below HOST.
         allowed_local_media_path: Folder of this machine from which pictures are read; None: none.
         max_pictures: Largest number of pictures in a prompt.
-        convert: One of CONVERSIONS: whether the model embeds texts or scores pairs of them instead of generating
-            text.
+        convert: One of CONVERSIONS: whether the model embeds or classifies texts, or scores pairs of them, instead
+            of generating text.
         max_stored_responses: Largest number of responses of /v1/responses that are kept; 0: none.
         max_stored_bytes: Largest size in bytes of the kept responses with their conversations.
     """
@@ -136,7 +136,8 @@ def _add_model_arguments(add: Callable[..., argparse.Action]) -> None:
         choices=CONVERSIONS,
         default="auto",
         help="serve the model for /v1/embeddings (embed), or for /v1/rerank and /v1/score (classify), in place of "
-        "text (default: auto, embed if the checkpoint has a pooling of sentence-transformers)",
+        "text (default: auto, embed if the checkpoint has a pooling of sentence-transformers; a checkpoint for "
+        "sequence classification is served for /v1/classify)",
     )
 
 

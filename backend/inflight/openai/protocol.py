@@ -26,7 +26,7 @@ _MAX_VARIABLES = 64  # largest number of chat_template_kwargs
 
 # Validation of a list ends at its first invalid item. Otherwise pydantic would make an error for every item
 # of a long list.
-_Ids = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT32)]], Field(fail_fast=True)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT32)]], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
@@ -133,11 +133,49 @@ _COMMON_NOT_SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-class SamplingBody(Body, BodyControls):
+class SamplingFields(Body, BodyControls):
+    """Fields that say how each answer to a prompt is sampled, where it ends, and which log probs it has."""
+
+    n: int = Field(1, ge=1, le=1024)
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64)
+    logit_bias: dict[str, float] = Field(default_factory=dict)
+    allowed_token_ids: TokenIds | None = Field(None, min_length=1)
+    bad_words: Texts = Field(default_factory=list)
+    logits_post_processor_name: str = ""
+    prompt_lookup_num_tokens: int = Field(0, ge=0, le=MAX_INT32)
+
+    max_tokens: int | None = Field(None, ge=0, le=MAX_INT32)
+    stop: str | Texts = Field(default_factory=list)
+    stop_token_ids: TokenIds = Field(default_factory=list[int], max_length=MAX_TOKEN_IDS)
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_INT32)
+    structured_outputs: StructuredOutputs | None = None
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _check_biases(cls, biases: Any) -> Any:
+        """Raise an error for the first invalid value only; pydantic would make an error for each."""
+        if not isinstance(biases, dict):
+            return biases
+        given = cast(dict[str, Any], biases)
+        if len(given) > MAX_TOKEN_IDS:
+            text = f"logit_bias has {len(given)} tokens; this server takes at most {MAX_TOKEN_IDS}"
+            raise refused(ApiError(text, 400, "logit_bias", "invalid_value"))
+        for name, bias in given.items():
+            if not isinstance(bias, int | float) or isinstance(bias, bool):
+                shown = f"{name[:20]!r}: {str(bias)[:80]!r}"
+                raise refused(
+                    ApiError(f"logit_bias must be numbers, got {shown}", 400, "logit_bias", "invalid_value")
+                )
+        return given
+
+
+class SamplingBody(SamplingFields):
     """Fields of both routes: sampling, stop conditions and outputs."""
 
     model: str | None = None
-    n: int = Field(1, ge=1, le=1024)
     best_of: int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -148,24 +186,10 @@ class SamplingBody(Body, BodyControls):
     store: bool | None = None
     metadata: dict[str, str] | None = None
 
-    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64)
-    logit_bias: dict[str, float] = Field(default_factory=dict)
-    allowed_token_ids: _Ids | None = Field(None, min_length=1)
-    bad_words: Texts = Field(default_factory=list)
-    logits_post_processor_name: str = ""
-    prompt_lookup_num_tokens: int = Field(0, ge=0, le=MAX_INT32)
-
     use_beam_search: bool = False
     early_stopping: bool | Literal["never"] = False
 
-    max_tokens: int | None = Field(None, ge=0, le=MAX_INT32)
-    stop: str | Texts = Field(default_factory=list)
-    stop_token_ids: _Ids = Field(default_factory=list[int], max_length=MAX_TOKEN_IDS)
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_INT32)
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_INT32)
     return_tokens_as_token_ids: bool = False
     return_token_ids: bool = False
     return_receipt: bool = False
@@ -173,7 +197,6 @@ class SamplingBody(Body, BodyControls):
     cache_salt: str | None = Field(None, min_length=1)
 
     response_format: dict[str, Any] | None = None
-    structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | bool | None = None
     guided_regex: str | None = None
     guided_choice: Texts | None = None
@@ -196,24 +219,6 @@ class SamplingBody(Body, BodyControls):
         return self.includes_usage and bool(
             self.stream_options and self.stream_options.continuous_usage_stats
         )
-
-    @field_validator("logit_bias", mode="before")
-    @classmethod
-    def _check_biases(cls, biases: Any) -> Any:
-        """Raise an error for the first invalid value only; pydantic would make an error for each."""
-        if not isinstance(biases, dict):
-            return biases
-        given = cast(dict[str, Any], biases)
-        if len(given) > MAX_TOKEN_IDS:
-            text = f"logit_bias has {len(given)} tokens; this server takes at most {MAX_TOKEN_IDS}"
-            raise refused(ApiError(text, 400, "logit_bias", "invalid_value"))
-        for name, bias in given.items():
-            if not isinstance(bias, int | float) or isinstance(bias, bool):
-                shown = f"{name[:20]!r}: {str(bias)[:80]!r}"
-                raise refused(
-                    ApiError(f"logit_bias must be numbers, got {shown}", 400, "logit_bias", "invalid_value")
-                )
-        return given
 
     @model_validator(mode="after")
     def _check_together(self) -> SamplingBody:
@@ -248,7 +253,7 @@ class CompletionBody(SamplingBody):
         ),
         "prompt_embeds": ((), "prompts are texts or token ids here; Triton's endpoint takes embeddings"),
     }
-    prompt: str | Texts | _Ids | Annotated[list[_Ids], Field(fail_fast=True)]
+    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_INT32)
     add_special_tokens: bool = True
@@ -311,10 +316,32 @@ class EmbeddingBody(PoolingBody):
     not_served = {
         "messages": ((), "texts are embedded as they are: send input, with the model's own instruction")
     }
-    input: str | Texts | _Ids | Annotated[list[_Ids], Field(fail_fast=True)]
+    input: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1, le=MAX_INT32)
     add_special_tokens: bool = True
+
+
+class ClassifyBody(PoolingBody):
+    """The JSON body of a request to /v1/classify: texts, or the messages of one chat.
+
+    Attributes:
+        use_activation: Whether the numbers are probabilities; otherwise they are the products with the head.
+    """
+
+    not_served = {
+        "activation": ((True,), "vLLM has renamed it: send use_activation"),
+        "softmax": ((True,), "vLLM has renamed it: send use_activation"),
+        "chat_template": ((), "the template is the server's: start it with --chat-template FILE"),
+    }
+    input: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)] | None = None
+    messages: Objects | None = Field(None, min_length=1)
+    use_activation: bool = True
+    add_special_tokens: bool | None = None
+    tools: Objects = Field(default_factory=list[dict[str, Any]])
+    add_generation_prompt: bool = False
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=_MAX_VARIABLES)
 
 
 class DocumentText(Body):
@@ -371,4 +398,4 @@ class DetokenizeBody(Body):
     """The JSON body of POST /detokenize: token ids to turn into text."""
 
     model: str | None = None
-    tokens: _Ids
+    tokens: TokenIds

@@ -1,12 +1,13 @@
-"""/v1/rerank and /v1/score: how well texts answer a query, by a decoder that was trained to say yes or no.
+"""/v1/rerank and /v1/score: how well texts answer a query.
 
-A score is the probability of "yes" among "yes" and "no" behind the prompt of Qwen3-Reranker. Runs on the event
-loop, except `_prepare`.
+A score is the probability of "yes" among "yes" and "no" behind the prompt of Qwen3-Reranker or, of a checkpoint
+for sequence classification with one class, that class's probability for both texts together. Runs on the event
+loop, except the functions that prepare prompts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import exp
@@ -20,8 +21,17 @@ from inflight.core.request.request import OutputOptions
 from inflight.core.request.response import SequenceResult
 from inflight.openai.bodies import body_as
 from inflight.openai.context import context_of
-from inflight.openai.errors import ApiError, invalid
-from inflight.openai.last_positions import PreparedPrompts, compute, encode, prepare, truncation
+from inflight.openai.errors import ApiError, invalid, unsupported
+from inflight.openai.last_positions import (
+    POOLED,
+    PreparedPrompts,
+    compute,
+    encode,
+    encode_cut,
+    pooled_state,
+    prepare,
+    truncation,
+)
 from inflight.openai.prepared_body import check_number_of_sequences
 from inflight.openai.protocol import PoolingBody, RerankBody, ScoreBody
 from inflight.openai.serving_model import ServingModel
@@ -101,14 +111,49 @@ def _paired(body: ScoreBody) -> list[tuple[str, str]]:
 
 async def _scores(request: Request, pairs: _Pairs) -> tuple[PreparedPrompts, list[float]]:
     context = context_of(request)
-    adapter = await context.adapter_of(pairs.body.model, Task.CLASSIFY)
-    prepared, yes, no = await context.session.compute(partial(_prepare, context.model, pairs, adapter))
-    return prepared, await compute(context, request, prepared, partial(_probability, yes, no))
+    adapter = await context.adapter_of(pairs.body.model, Task.RERANK, Task.CLASSIFY)
+    prepared, take = await context.session.compute(partial(_prepare, context.model, pairs, adapter))
+    return prepared, await compute(context, request, prepared, take)
 
 
-def _prepare(model: ServingModel, pairs: _Pairs, adapter: str) -> tuple[PreparedPrompts, int, int]:
-    """Return the prompts, and the ids of the tokens "yes" and "no"."""
+def _prepare(
+    model: ServingModel, pairs: _Pairs, adapter: str
+) -> tuple[PreparedPrompts, Callable[[SequenceResult], float]]:
+    """Return the prompts, and the function that returns the score of a prompt's result."""
     check_number_of_sequences(model, len(pairs.texts), 1, pairs.field)
+    if model.task() is Task.CLASSIFY:
+        return _prepare_classified(model, pairs, adapter)
+    return _prepare_judged(model, pairs, adapter)
+
+
+def _prepare_classified(
+    model: ServingModel, pairs: _Pairs, adapter: str
+) -> tuple[PreparedPrompts, Callable[[SequenceResult], float]]:
+    """Prepare pairs for the score of the classification head: a query and its document follow each other."""
+    head = model.classification_head()
+    if len(head.labels) != 1:
+        raise ApiError(
+            f"this model has {len(head.labels)} classes, and a score needs a model with one: send texts to "
+            "/v1/classify",
+            400,
+            "model",
+            "unsupported_model",
+        )
+    if pairs.instruction is not None:
+        raise unsupported(
+            "instruction", "instruction: this model has no prompt for it; put it into the texts"
+        )
+    most = truncation(pairs.body, model.describe().limits)
+    texts = [query + document for query, document in pairs.texts]
+    ids = encode_cut(model, texts, True, pairs.field, most)
+    prepared = prepare(model, pairs.body, pairs.field, ids, POOLED, adapter)
+    return prepared, lambda result: float(head.apply(pooled_state(result))[0])
+
+
+def _prepare_judged(
+    model: ServingModel, pairs: _Pairs, adapter: str
+) -> tuple[PreparedPrompts, Callable[[SequenceResult], float]]:
+    """Prepare pairs for the score of the tokens "yes" and "no"."""
     tokenizer = model.tokenizer()
     yes, no = (_token_id(tokenizer, word) for word in ("yes", "no"))
     before, after = tokenizer.encode_batch([_BEFORE, _AFTER], add_special_tokens=False)
@@ -126,7 +171,8 @@ def _prepare(model: ServingModel, pairs: _Pairs, adapter: str) -> tuple[Prepared
         for query, document in pairs.texts
     ]
     ids = [[*before, *each[:room], *after] for each in encode(model, texts, True, pairs.field, most)]
-    return prepare(model, pairs.body, pairs.field, ids, _OUTPUT, adapter), yes, no
+    prepared = prepare(model, pairs.body, pairs.field, ids, _OUTPUT, adapter)
+    return prepared, partial(_probability, yes, no)
 
 
 def _token_id(tokenizer: Tokenizer, word: str) -> int:

@@ -34,24 +34,22 @@ _NO_AGENTS = (
     "this server keeps no conversations, assistants or stores: send the messages to /v1/chat/completions"
 )
 _NO_TRAINING = "this server trains and evaluates nothing"
-_ADAPTERS = "adapters are loaded by their first request, or by Triton's tensor lora_command"
 _NOT_SERVED = {
     "/v1/messages/batches": _NO_FILES,
     "/v1/responses/compact": "this server compacts no conversations: truncation auto drops their first turns",
     "/v1/responses/input_tokens": "the usage of a response has its input_tokens; /tokenize counts messages",
     **dict.fromkeys(("/v1/audio", "/v1/images", "/v1/videos", "/v1/realtime"), _TEXT_ALONE),
     "/v1/moderations": "this server moderates nothing",
-    "/classify": "this server has no classes: /v1/rerank and /v1/score are for models that score pairs of texts",
     "/pooling": "this server returns no hidden states here: /v1/embeddings returns embeddings",
     **dict.fromkeys(("/v1/files", "/v1/uploads", "/v1/batches", "/v1/containers"), _NO_FILES),
     **dict.fromkeys(
         ("/v1/assistants", "/v1/threads", "/v1/conversations", "/v1/vector_stores", "/v1/chatkit"), _NO_AGENTS
     ),
     **dict.fromkeys(("/v1/fine_tuning", "/v1/evals"), _NO_TRAINING),
-    **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), _ADAPTERS),
     **dict.fromkeys(
-        ("/v1/chat/completions/render", "/v1/completions/render"),
-        "this server has no route that renders prompts: /tokenize returns the token ids of messages",
+        ("/v1/chat/completions/derender", "/v1/completions/derender"),
+        'this server parses no token ids: /detokenize returns their text, and output_mode "text" of '
+        "/inference/v1/generate adds it",
     ),
 }
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]

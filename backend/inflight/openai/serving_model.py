@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 
 from inflight.checkpoint_config import checkpoint_name
+from inflight.classification import ClassificationHead, read_classification_head
 from inflight.core.ports import EngineClient
 from inflight.core.request.adapter_command import AdapterAction, AdapterCommand, AdapterState
 from inflight.core.request.engine_description import EngineDescription
@@ -33,13 +34,15 @@ from inflight.version import package_version
 _log = logging.getLogger(__name__)
 
 _ADAPTERS_TIMEOUT_S = 10.0
+_COMMAND_TIMEOUT_S = 60.0
 _ADAPTERS_FRESH_S = 1.0
 """Seconds for which a listed adapter is assumed to exist. If it no longer does, the engine refuses the request."""
 _ROUTES = {
     Task.GENERATE: "generates text: send requests to /v1/completions or /v1/chat/completions; started with "
     "--convert embed or classify, it would compute embeddings or scores",
     Task.EMBED: "computes embeddings: send texts to /v1/embeddings",
-    Task.CLASSIFY: "scores pairs of texts: send them to /v1/rerank or /v1/score",
+    Task.CLASSIFY: "classifies texts: send them to /v1/classify",
+    Task.RERANK: "scores pairs of texts: send them to /v1/rerank or /v1/score",
 }
 _SLOW_S = 1.0
 """A failed attempt to reach the engine that takes this many seconds is not repeated for as many seconds."""
@@ -120,6 +123,16 @@ class ServingModel:
             return ()
         return tuple(state for state in states if state.name)
 
+    def command_adapters(self, command: AdapterCommand) -> None:
+        """Execute a command about adapters. May block; raises the command's own error."""
+        states = self._client.adapters(command, _COMMAND_TIMEOUT_S)
+        with self._listing:
+            self._note_adapters(state for state in states if state.name)
+
+    def _note_adapters(self, states: Iterable[AdapterState]) -> None:
+        self._adapters = {state.name: not state.problem for state in states}
+        self._listed_s = time.monotonic()
+
     def adapter_of(self, model: str | None) -> str:
         """Return the adapter that a body's `model` names; "" for the model itself.
 
@@ -132,8 +145,7 @@ class ServingModel:
         with self._listing:
             is_fresh = time.monotonic() - self._listed_s < _ADAPTERS_FRESH_S
             if not (is_fresh and model in self._adapters):  # a new adapter can be used at once
-                self._adapters = {state.name: not state.problem for state in self.adapters()}
-                self._listed_s = time.monotonic()
+                self._note_adapters(self.adapters())
             adapters = self._adapters
         if model in adapters:  # an adapter that failed is loaded again, and the engine reports the reason
             return model
@@ -145,15 +157,23 @@ class ServingModel:
             "model_not_found",
         )
 
-    def check_task(self, wanted: Task) -> None:
-        """Raise ApiError unless the model is served for `wanted`."""
-        task = self._checkpoint().task
-        if task is not wanted:
+    def check_task(self, wanted: Collection[Task]) -> None:
+        """Raise ApiError unless the model is served for one of the tasks `wanted`."""
+        task = self.task()
+        if task not in wanted:
             raise ApiError(f"this server {_ROUTES[task]}", 400, "model", "unsupported_model")
+
+    def task(self) -> Task:
+        """Return the task for which the model is served."""
+        return self._checkpoint().task
 
     def pooling(self) -> Pooling:
         """Return how the model's embeddings are made."""
         return self._checkpoint().pooling
+
+    def classification_head(self) -> ClassificationHead:
+        """Return the head of a model for sequence classification."""
+        return self._checkpoint().head
 
     def encode(
         self, texts: Sequence[str], add_special_tokens: bool = True, field: str = "prompt"
@@ -252,6 +272,10 @@ class _CheckpointFiles:
     @cached_property
     def task(self) -> Task:
         return find_task(self._folder, self._convert)
+
+    @cached_property
+    def head(self) -> ClassificationHead:
+        return read_classification_head(self._folder)
 
     @cached_property
     def pooling(self) -> Pooling:

@@ -78,7 +78,8 @@ _NO_OWN_CODE = "not supported: code that comes with a checkpoint is never run"
 _PICTURES = "not supported: pictures are processed as the checkpoint's processor_config.json says"
 _NO_PARSERS = "not supported: take one of the parsers that --help lists"
 _TASKS = (
-    "take --convert embed or classify; a checkpoint with a pooling of sentence-transformers needs no flag"
+    "take --convert embed or classify; a checkpoint with a pooling of sentence-transformers, or for sequence "
+    "classification, needs no flag"
 )
 _TOKENIZER = "nothing to set: the tokenizer is tokenizer.json, and requests with token ids need none"
 _ACCESS = "nothing to set: --allowed-origins is enough, and browsers send API keys as a header"

@@ -20,7 +20,7 @@ from inflight.parameter_reader import is_filled
 from inflight.parameter_reader import read_parameters as read_configuration
 from inflight.parameter_spec import input_types
 from inflight.pictures.families import can_encode
-from inflight.pooling import EMBEDDING_OUTPUT, Task, find_task
+from inflight.pooling import POOLED_OUTPUT, find_task
 from inflight.server import ranks
 from inflight.server.checkpoint import check_rank_sizes
 from inflight.server.config_text import (
@@ -70,7 +70,7 @@ class Wanted:
         kv_cache_disk_bytes: Maximum size of the files in this folder.
         kv_events_config: How KV cache events are published, a JSON object.
         otlp_traces_endpoint: URL to which spans of requests are sent.
-        convert: Whether the model embeds texts, one of `inflight.pooling.CONVERSIONS`.
+        convert: Whether the model embeds or classifies texts, one of `inflight.pooling.CONVERSIONS`.
     """
 
     model: Path | None = None
@@ -205,10 +205,10 @@ def fill(present: Mapping[str, Mapping[str, str]], wanted: Wanted, source: Path)
         checkpoint = filled[engine][MODEL_PATH]
         if is_filled(checkpoint) and not (engine in own and is_filled(known[TOKENIZER])):
             known[TOKENIZER] = checkpoint
-    if any(_embeds(filled[model][MODEL_PATH], wanted.convert) for model in engines):
+    if any(_pools(filled[model][MODEL_PATH], wanted.convert) for model in engines):
         for known in filled.values():
             if ADDITIONAL_OUTPUTS in known:
-                known[ADDITIONAL_OUTPUTS] = _with_embeddings(known[ADDITIONAL_OUTPUTS])
+                known[ADDITIONAL_OUTPUTS] = _with_pooled(known[ADDITIONAL_OUTPUTS])
     return filled
 
 
@@ -251,19 +251,19 @@ def _settings(wanted: Wanted) -> dict[str, str]:
     return values
 
 
-def _embeds(checkpoint: str, convert: str) -> bool:
+def _pools(checkpoint: str, convert: str) -> bool:
     try:
-        return is_filled(checkpoint) and find_task(Path(checkpoint), convert) is Task.EMBED
+        return is_filled(checkpoint) and find_task(Path(checkpoint), convert).pools
     except ConfigError as error:
         raise OptionError(str(error)) from None
 
 
-def _with_embeddings(outputs: str) -> str:
-    """Return the parameter additional_model_outputs with the output that embeddings are made of."""
+def _with_pooled(outputs: str) -> str:
+    """Return the parameter additional_model_outputs with the output that embeddings and classes are made of."""
     if not is_filled(outputs):
-        return EMBEDDING_OUTPUT
+        return POOLED_OUTPUT
     names = {part.strip().partition(":")[0] for part in outputs.split(",")}
-    return outputs if EMBEDDING_OUTPUT in names else f"{outputs}, {EMBEDDING_OUTPUT}"
+    return outputs if POOLED_OUTPUT in names else f"{outputs}, {POOLED_OUTPUT}"
 
 
 def _named_folders(wanted: Wanted) -> str:

@@ -20,7 +20,7 @@ _PEFT = "hf"
 _LARGEST_TASK_ID = (1 << 64) - 1
 _COMMANDS = {
     AdapterAction.LIST: frozenset[str](),
-    AdapterAction.LOAD: frozenset({"name", "path"}),
+    AdapterAction.LOAD: frozenset({"name", "path", "replace"}),
     AdapterAction.UNLOAD: frozenset({"name", "task_id"}),
 }
 """The keys that may accompany each command."""
@@ -103,7 +103,10 @@ def read_adapter_command(rows: Sequence[TensorReader]) -> AdapterCommand:
         raise _bad(text, "has no command that there is") from None
     if unknown := asked.keys() - _COMMANDS[action]:
         raise _bad(text, f"has {min(unknown)!r:.80}, which {action.value} does not take")
-    return _checked(AdapterCommand(action, **_fields(asked, text)), text)
+    replaces = asked.pop("replace", False)
+    if not isinstance(replaces, bool):
+        raise _bad(text, f"has replace {replaces!r:.80}, expected true or false")
+    return _checked(AdapterCommand(action, **_fields(asked, text), replaces=replaces), text)
 
 
 def _fields(given: dict[str, Any], text: str) -> dict[str, Any]:

@@ -20,17 +20,20 @@ class AdapterCommand:
 
     Attributes:
         action: LIST changes nothing. LOAD reads a folder into host memory before the first request needs it.
-            UNLOAD frees an adapter once no request uses it.
+            UNLOAD frees an adapter once no request uses it, and drops its name if a client's LOAD gave it.
         name: The adapter to load or unload.
         task_id: The adapter to unload, instead of a name.
         path: The adapter's folder below the server's `lora_dir`, to load it under a new name; "": the
             folder that the name already has.
+        replaces: Whether LOAD reads the folder again if the adapter is loaded, and may give a name that a client
+            gave another folder. Requests that use the adapter continue with its old weights.
     """
 
     action: AdapterAction
     name: str = ""
     task_id: int | None = None
     path: str = ""
+    replaces: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,104 @@
+"""/v1/load_lora_adapter and /v1/unload_lora_adapter, compatible with vLLM. Runs on the event loop.
+
+Both are refused unless the engine takes its clients' adapter commands, for which the operator sets
+`enable_adapter_commands`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import PlainTextResponse, Response
+
+from inflight.core.request.adapter_command import AdapterAction, AdapterCommand
+from inflight.errors import InvalidArgument, Unsupported
+from inflight.openai.bodies import body_as
+from inflight.openai.context import context_of
+from inflight.openai.errors import ApiError, invalid
+from inflight.openai.protocol import Body
+from inflight.openai.serving_model import ServingModel
+
+router = APIRouter()
+
+
+class LoadAdapterBody(Body):
+    """The JSON body of a request to /v1/load_lora_adapter.
+
+    Attributes:
+        lora_name: The adapter's name in the field `model` of requests.
+        lora_path: The adapter's folder, below the server's `lora_dir`.
+        load_inplace: Whether to replace an adapter that is loaded already.
+    """
+
+    not_served: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
+        "is_3d_lora_weight": ((False,), "the form of an adapter's weights is found by itself")
+    }
+    lora_name: str = Field(min_length=1)
+    lora_path: str = Field(min_length=1)
+    load_inplace: bool = False
+
+
+class UnloadAdapterBody(Body):
+    """The JSON body of a request to /v1/unload_lora_adapter."""
+
+    not_served: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
+        "lora_int_id": ((), "adapters are named by lora_name alone; leave it out")
+    }
+    lora_name: str = Field(min_length=1)
+
+
+@router.post("/v1/load_lora_adapter")
+async def load_lora_adapter(
+    body: Annotated[LoadAdapterBody, body_as(LoadAdapterBody)], request: Request
+) -> Response:
+    """Read an adapter and give it a name, which requests may use from then on."""
+    return await _answer(request, lambda model: _load(model, body))
+
+
+@router.post("/v1/unload_lora_adapter")
+async def unload_lora_adapter(
+    body: Annotated[UnloadAdapterBody, body_as(UnloadAdapterBody)], request: Request
+) -> Response:
+    """Drop an adapter. Requests that use it continue, and its memory is freed when the last of them has ended."""
+    return await _answer(request, lambda model: _unload(model, body))
+
+
+async def _answer(request: Request, command: Callable[[ServingModel], str]) -> Response:
+    context = context_of(request)
+
+    def run() -> str:
+        if not context.model.describe().adapter_commands_enabled:
+            raise ApiError(
+                "this server does not let clients load and unload adapters: start it with --set "
+                "enable_adapter_commands=true",
+                403,
+                None,
+                "adapter_commands_disabled",
+            )
+        try:
+            return command(context.model)
+        except (InvalidArgument, Unsupported) as error:
+            raise ApiError(str(error), 400, "lora_path", "invalid_value") from None
+
+    return PlainTextResponse(await context.session.wait_for(run))
+
+
+def _load(model: ServingModel, body: LoadAdapterBody) -> str:
+    name, path = body.lora_name, body.lora_path
+    if name in model.names:
+        raise invalid("lora_name", f"lora_name is {name[:200]!r}, which is the model itself")
+    known = next((state for state in model.adapters() if state.name == name), None)
+    if known is not None and known.is_loaded and not body.load_inplace:
+        raise invalid("lora_name", f"the adapter {name[:200]!r} is already loaded: load_inplace replaces it")
+    if known is not None and known.path == path:
+        path = ""  # the operator may have named a folder outside of lora_dir
+    model.command_adapters(AdapterCommand(AdapterAction.LOAD, name, path=path, replaces=body.load_inplace))
+    return f"Success: LoRA adapter '{name}' added successfully."
+
+
+def _unload(model: ServingModel, body: UnloadAdapterBody) -> str:
+    model.command_adapters(AdapterCommand(AdapterAction.UNLOAD, body.lora_name))
+    return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
