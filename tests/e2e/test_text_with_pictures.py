@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import httpx
@@ -25,6 +28,7 @@ from inflight.pictures.encoder import PictureEncoder
 from inflight.pictures.processor import load_processor
 from inflight.server.launch import ServerOptions, TritonServer, serve
 from inflight.server.ports import Ports
+from inflight.server.runtime_directory import find_processes
 from inflight.text.tokenizer import Tokenizer
 from tests.pictures.small_models import expected_tokens, picture, save_model
 from tests.prometheus import parse
@@ -156,18 +160,22 @@ def test_the_encoders_model_returns_rows_for_prompts_of_ids(vision: VisionServer
     assert size.item() == rows.shape[0]
 
 
+def inputs_of_preprocessing(text: str, *files: bytes) -> list[grpc.InferInput]:
+    """Return the inputs QUERY and, with files, IMAGE_URL."""
+    contents = {"QUERY": [text], "IMAGE_URL": urls(*files)}
+    tensors = []
+    for name, words in contents.items():
+        if words:
+            array = np.array([[word.encode() for word in words]], np.object_)
+            tensors.append(grpc.InferInput(name, array.shape, "BYTES"))
+            tensors[-1].set_data_from_numpy(array)
+    return tensors
+
+
 def test_what_preprocessing_returns_is_a_prompt_of_the_engine(vision: VisionServer) -> None:
     text = f"Compare {ALONE} with {ALONE}."
-    query = np.array([[text.encode()]], np.object_)
-    array = np.array([[url.encode() for url in urls(WIDE, TALL)]], np.object_)
-    tensors = [
-        grpc.InferInput("QUERY", query.shape, "BYTES"),
-        grpc.InferInput("IMAGE_URL", array.shape, "BYTES"),
-    ]
-    for tensor, content in zip(tensors, (query, array)):
-        tensor.set_data_from_numpy(content)
     with grpc.InferenceServerClient(vision.server.grpc) as client:
-        prepared = client.infer("preprocessing", tensors)
+        prepared = client.infer("preprocessing", inputs_of_preprocessing(text, WIDE, TALL))
     passed_on = {name: prepared.as_numpy(output) for name, output in PREPARED.items()}
     (answer,) = ask(
         vision.server.grpc,
@@ -178,6 +186,33 @@ def test_what_preprocessing_returns_is_a_prompt_of_the_engine(vision: VisionServ
     )
     assert answer.error is None, answer.error
     assert answer.ids == vision.expected(text, WIDE, TALL)
+
+
+def test_preprocessing_answers_texts_while_a_picture_is_encoded(vision: VisionServer) -> None:
+    files = picture(20, 20, seed=5), picture(20, 20, seed=6)
+    answers: Queue[Any] = Queue()
+    (pid,) = [
+        process.pid
+        for process in find_processes(vision.server.repository.path.parent)
+        if b"inflight.pictures" in Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
+    ]
+    with grpc.InferenceServerClient(vision.server.grpc) as client:
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            for file in files:
+                inputs = inputs_of_preprocessing("Which?", file)
+                client.async_infer(
+                    "preprocessing", inputs, lambda result, error: answers.put((result, error))
+                )
+            for _ in range(3):
+                text = client.infer("preprocessing", inputs_of_preprocessing("Which?"), client_timeout=60)
+                assert text.as_numpy("REQUEST_INPUT_LEN").item() == len(vision.tokenizer.encode("Which?"))
+            assert answers.empty()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        for _ in files:
+            result, error = answers.get(timeout=60)
+            assert error is None and result.as_numpy("OUT_PROMPT_VOCAB_SIZE").item() > 0
 
 
 def test_the_metrics_pages_count_pictures(vision: VisionServer) -> None:

@@ -56,9 +56,9 @@ class SentPictures:
             raise error.with_names(lambda each: each.replace("pictures", self.name)) from None
 
 
-def has_pictures(reader: TensorReader) -> bool:
-    """Return whether a prompt has pictures, without reading them."""
-    return bool(_sent_names(reader, PIXELS, URLS))
+def has_pictures(reader: TensorReader, pixels: str = PIXELS, urls: Sequence[str] = URLS) -> bool:
+    """Return whether a prompt has pictures, without reading them; the arguments are those of `read_pictures`."""
+    return bool(_sent_names(reader, pixels, urls))
 
 
 def read_pictures(

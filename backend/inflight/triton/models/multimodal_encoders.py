@@ -15,7 +15,7 @@ from inflight.config import Role, SpecialTokens
 from inflight.errors import InvalidArgument, Name
 from inflight.pictures.encoded_prompt import EncodedPrompt
 from inflight.tensors.picture_outputs import table_outputs
-from inflight.tensors.pictures import BlockingEncoder, read_pictures
+from inflight.tensors.pictures import read_pictures
 from inflight.tensors.reader import TensorReader, each_row
 from inflight.tensors.text_model_tables import ENCODERS_INPUTS, ENCODERS_OUTPUTS
 from inflight.triton.metrics_on_demand import MetricsOnDemand
@@ -33,7 +33,6 @@ class MultimodalEncoders(TextModel):
     role = Role.ENCODERS
     inputs = ENCODERS_INPUTS
     outputs = ENCODERS_OUTPUTS
-    pictures: BlockingEncoder = ServerPictures()
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the tokenizer, and publish the metrics about pictures (`TextModel.initialize`)."""
