@@ -33,8 +33,9 @@ from inflight.text.tokenizer import Tokenizer
 from tests.pictures.small_models import expected_tokens, picture, save_model
 from tests.prometheus import parse
 
-from .clients import Answer, ask
+from .clients import Answer, ask, generate
 from .conftest import REPOSITORY
+from .upstream_clients.multimodal_client import run
 
 CASE = "qwen3-vl"
 ALONE = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -89,6 +90,10 @@ class VisionServer:
         return answer
 
 
+def image_of(file: bytes) -> Image.Image:
+    return Image.open(BytesIO(file)).convert("RGB")
+
+
 def urls(*files: bytes) -> list[str]:
     return [f"data:image/png;base64,{base64.b64encode(file).decode()}" for file in files]
 
@@ -122,19 +127,48 @@ def vision(tmp_path_factory: pytest.TempPathFactory, elsewhere: Path) -> Iterato
         yield VisionServer(server, whole, processor, tokenizer, folder / "checkpoint")
 
 
-@pytest.mark.covers("image_url", "image_url_input", "image_bytes_input")
+@pytest.mark.covers("image_url", "image_url_input", "image_bytes_input", "image_sizes_input")
 def test_text_and_pictures_give_transformers_tokens(vision: VisionServer) -> None:
     text = f"What is {ALONE}, and what {ALONE}?"
     expected = vision.expected(text, WIDE, TALL)
     for model in MODELS:
-        answer = vision.ask(text, model, image_url=urls(WIDE, TALL))
-        assert answer.error is None, answer.error
-        assert answer.text == vision.tokenizer.decode(expected)
-        assert answer.ids in ([], expected)  # models with ensemble's outputs return no ids
+        for name in ("image_url", "image_url_input"):
+            answer = vision.ask(text, model, **{name: urls(WIDE, TALL)})
+            assert answer.error is None, answer.error
+            assert answer.text == vision.tokenizer.decode(expected)
+            assert answer.ids in ([], expected)  # models with ensemble's outputs return no ids
+    body = {"max_tokens": NUM_TOKENS, "end_id": -1, "exclude_input_in_output": True}
+    by_http = generate(vision.server.http, text_input=text, image_url_input=urls(WIDE, TALL), **body)
+    assert by_http["text_output"] == vision.tokenizer.decode(expected)
     first = vision.tokenizer.decode(vision.expected(f"{ALONE}Which animal?", WIDE))
     assert vision.ask("Which animal?", image_url_input=urls(WIDE)[0]).text == first
-    pixels = np.asarray(Image.open(BytesIO(WIDE)).convert("RGB"))[None, None]
-    assert vision.ask("Which animal?", image_bytes_input=pixels).text == first
+    pixels = np.asarray(image_of(WIDE))
+    padded = np.pad(pixels, ((0, 5), (0, 3), (0, 0)))
+    given = {"image_sizes_input": np.array([[pixels.shape[:2]]], np.int64)}
+    for model in MODELS:
+        for array, more in ((pixels, {}), (pixels.transpose(2, 0, 1), {}), (padded, given)):
+            answer = vision.ask("Which animal?", model, image_bytes_input=array[None, None], **more)
+            assert answer.error is None and answer.text == first
+
+
+@pytest.mark.parametrize("use_bls", [False, True])
+def test_upstreams_multimodal_client_gets_transformers_tokens(vision: VisionServer, use_bls: bool) -> None:
+    def ask_as(model_type: str, text: str, *files: bytes, **more: Any) -> str:
+        images = [image_of(file) for file in files]
+        return run(vision.server, model_type, text, images, NUM_TOKENS, use_bls=use_bls, **more)
+
+    def expected(text: str, *files: bytes) -> str:
+        return vision.tokenizer.decode(vision.expected(text, *files))
+
+    for model_type in ("mllama", "llava_onevision"):
+        assert ask_as(model_type, "What is this?", WIDE) == expected(f"{ALONE}What is this?", WIDE)
+    resized = BytesIO()
+    image_of(WIDE).resize((504, 504)).save(resized, "PNG")
+    assert ask_as("qwen2_vl", "And this?", WIDE) == expected(f"{ALONE}And this?", resized.getvalue())
+    text = f"Compare {ALONE} with {ALONE}."
+    for extra_id in (None, 7):
+        made = ask_as("pixtral", text, WIDE, TALL, prompt_table_extra_id=extra_id)
+        assert made == expected(text, WIDE, TALL)
 
 
 def test_the_same_picture_reuses_blocks_and_another_does_not(vision: VisionServer) -> None:
@@ -147,10 +181,12 @@ def test_the_same_picture_reuses_blocks_and_another_does_not(vision: VisionServe
     assert reused[:2] == [0, 1] and reused[2] > 2
 
 
-def test_the_encoders_model_returns_rows_for_prompts_of_ids(vision: VisionServer) -> None:
-    array = np.array([[url.encode() for url in urls(WIDE)]], np.object_)
-    tensor = grpc.InferInput("IMAGE_URL", array.shape, "BYTES")
-    tensor.set_data_from_numpy(array)
+@pytest.mark.parametrize(("name", "content"), [("IMAGE_URL", urls(WIDE)[0].encode()), ("IMAGES", WIDE)])
+def test_the_encoders_model_returns_rows_for_prompts_of_ids(
+    vision: VisionServer, name: str, content: bytes
+) -> None:
+    tensor = grpc.InferInput(name, (1, 1), "BYTES")
+    tensor.set_data_from_numpy(np.array([[content]], np.object_))
     with grpc.InferenceServerClient(vision.server.grpc) as client:
         answer = client.infer("multimodal_encoders", [tensor])
     table, size = (answer.as_numpy(f"OUT_PROMPT_{name}") for name in ("EMBEDDING_TABLE", "VOCAB_SIZE"))

@@ -334,7 +334,8 @@ BAD_TEXT_REQUESTS = [
     (
         Preprocessing,
         {"QUERY": words(b"a"), "DECODER_QUERY": words(b"b")},
-        "DECODER_QUERY is not available in this version: got 'b', expected it left out or \"\"",
+        "DECODER_QUERY is not available in this version, because no model here has an encoder: got 'b', "
+        'expected it left out or ""',
     ),
     (
         Preprocessing,

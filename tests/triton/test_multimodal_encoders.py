@@ -55,7 +55,7 @@ def test_rows_of_every_type_are_returned(dtype: str) -> None:
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({}, "a value is required for IMAGE_BYTES, or IMAGE_URL: it is missing or empty"),
+        ({}, "a value is required for IMAGE_BYTES, IMAGE_URL or IMAGES: all are missing or empty"),
         ({"IMAGE_URL": URLS.reshape(2, 1)}, "have different numbers of rows of embeddings"),
         (
             {"IMAGE_URL": np.array([[BROKEN.encode()]], np.object_)},

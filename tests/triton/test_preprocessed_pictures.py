@@ -34,7 +34,7 @@ class FakeEncoder:
 
     def __init__(self, has_rotary: bool) -> None:
         self.has_rotary = has_rotary
-        self.given: list[list[str]] = []
+        self.given: list[list[str | bytes]] = []
 
     def encode(
         self, text: str, pictures: list[str], vocab_size: int, special_tokens: object
@@ -89,6 +89,14 @@ def test_the_outputs_are_a_prompt_for_the_engine(tmp_path: Path) -> None:
     assert arrays["MROPE_POSITION_DELTAS"].tolist() == [[-5]]
 
 
+def test_files_are_pictures(tmp_path: Path) -> None:
+    encoder = FakeEncoder(has_rotary=False)
+    arrays = ask(
+        tmp_path, encoder, QUERY=column(b"abc"), IMAGES=np.array([[b"PNG\xff", b""]], np.object_)
+    ).arrays()
+    assert encoder.given == [[b"PNG\xff"]] and arrays["INPUT_ID"].tolist() == [[0, 32, 33, 1, 2]]
+
+
 def test_rows_of_a_batch_are_filled_up_and_may_have_an_extra_id(tmp_path: Path) -> None:
     inputs = {
         "QUERY": column(b"abc", b"d"),
@@ -113,6 +121,9 @@ def test_rows_of_a_batch_are_filled_up_and_may_have_an_extra_id(tmp_path: Path) 
             "got both IMAGE_URL and PROMPT_VOCAB_SIZE: send one of them",
         ),
         ({"QUERY": column(b"bad"), "IMAGE_URL": column(URL)}, "IMAGE_URL[0] is broken"),
+        ({"QUERY": column(b"bad"), "IMAGES": column(b"a")}, "IMAGES[0] is broken"),
+        ({"IMAGES": column(b"a"), "IMAGE_URL": column(URL)}, "got both IMAGE_URL and IMAGES"),
+        ({"IMAGE_SIZES": np.array([[[4, 5]]], np.int64)}, "IMAGE_SIZES needs IMAGE_BYTES, which is missing"),
         (
             {"QUERY": column(b"abc", b"d"), "IMAGE_URL": column(URL, b"")},
             "row 1 of the batch: this prompt has no pictures, but others of the batch have",

@@ -28,7 +28,13 @@ from inflight.server.runtime_directory import note_initialized
 from inflight.serving.completion_text import TokenizerFinder
 from inflight.serving.in_flight import Ending, error_of_ending
 from inflight.tensors.picture_outputs import rotary_outputs, table_outputs
-from inflight.tensors.pictures import BlockingEncoder, SentPictures, has_pictures, read_pictures
+from inflight.tensors.pictures import (
+    OF_TEXT_MODELS,
+    BlockingEncoder,
+    SentPictures,
+    has_pictures,
+    read_pictures,
+)
 from inflight.tensors.reader import NUMPY_TYPES, TensorReader, decode_utf8, each_row
 from inflight.tensors.request_parameters import TIMEOUT, refuse_unread
 from inflight.tensors.requests import NO_ID
@@ -53,9 +59,6 @@ _MAX_ROWS = 1 << 22
 prompts."""
 
 _BIAS_NAMES = ("EMBEDDING_BIAS_WORDS", "EMBEDDING_BIAS_WEIGHTS")
-
-PIXELS, URLS = "IMAGE_BYTES", "IMAGE_URL"
-"""The tensors of pictures of `preprocessing` and `multimodal_encoders`."""
 
 
 class TextModel(ABC):
@@ -124,9 +127,9 @@ class TextModel(ABC):
         return None
 
     def _has_pictures(self, rows: Sequence[TensorReader]) -> bool:
-        if PIXELS not in self.inputs:
+        if OF_TEXT_MODELS.pixels not in self.inputs:
             return False
-        return any(each_row([partial(has_pictures, row, PIXELS, (URLS,)) for row in rows]))
+        return any(each_row([partial(has_pictures, row, OF_TEXT_MODELS) for row in rows]))
 
     def _response(self, rows: Sequence[TensorReader], wanted: frozenset[str]) -> Any:
         tensors = [
@@ -172,8 +175,8 @@ class _EncodedRow:
 class Preprocessing(TextModel):
     """Tokenizes QUERY and the word lists, and copies the other inputs to outputs.
 
-    A batch has one row per prompt. Pictures in IMAGE_BYTES or IMAGE_URL are encoded by the server's process for
-    it, and the outputs then have everything that `tensorrt_llm` needs for the prompt.
+    A batch has one row per prompt. Pictures in IMAGE_BYTES, IMAGE_URL or IMAGES are encoded by the server's
+    process for it, and the outputs then have everything that `tensorrt_llm` needs for the prompt.
     """
 
     role = Role.PREPROCESSING
@@ -211,7 +214,7 @@ class Preprocessing(TextModel):
 
     def _prompts(self, rows: Sequence[TensorReader], queries: Sequence[str]) -> list[_EncodedRow]:
         virtual = each_row([partial(self._virtual_ids, row) for row in rows])
-        sent = each_row([partial(read_pictures, row, PIXELS, (URLS,)) for row in rows])
+        sent = each_row([partial(read_pictures, row, OF_TEXT_MODELS) for row in rows])
         if any(sent):
             return each_row([partial(self._with_pictures, *row) for row in zip(rows, queries, sent, virtual)])
         texts = TextEncoder(self.tokenizers.require, self.parameters.add_special_tokens).prompts(queries)
