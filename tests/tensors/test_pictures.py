@@ -83,6 +83,19 @@ def test_pixels_become_files_of_the_same_pixels() -> None:
     assert files[0] == to_bmp(PIXELS[0, 0])
 
 
+def extra_ids_of(**tensors: object) -> tuple[int, ...]:
+    rows = make_rows(text_inputs(image_url=[[URL]], **tensors), Vocabulary.TEXT)
+    (prompt,) = convert(rows, context_of(FakeEncoder()))
+    return prompt.request.identity.extra_ids
+
+
+def test_a_clients_own_id_of_all_rows_divides_the_cache() -> None:
+    assert extra_ids_of() == extra_ids_of(prompt_table_extra_id=0) == MADE.extra_ids
+    made = [extra_ids_of(prompt_table_extra_id=each) for each in (7, 7, (1 << 64) - 1)]
+    assert made[0] == made[1] and all(ids[0] == 0 for ids in made)
+    assert len({*MADE.extra_ids[1:], *made[0][1:], *made[2][1:]}) == 6
+
+
 def encoded_pixels(**tensors: np.ndarray) -> list[np.ndarray]:
     """Return the pixels [height, width, 3] of the files that the encoder gets for a request."""
     encoder = FakeEncoder()
@@ -147,6 +160,7 @@ def test_an_empty_url_is_no_picture(url: object) -> None:
             {"image_url_input": URL, "prompt_embedding_table": np.ones([1, 2, 8], np.float16)},
             "got both image_url_input and prompt_embedding_table",
         ),
+        ({"image_url_input": URL, "prompt_vocab_size": 2}, "got both image_url_input and prompt_vocab_size"),
     ],
 )
 def test_invalid_pictures_are_refused(tensors: dict[str, object], message: str) -> None:
