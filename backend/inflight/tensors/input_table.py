@@ -349,7 +349,11 @@ _OTHER_MODELS = (
         reason=NO_ENCODER,
     ),
     of_other_models(
-        "context_phase_params", "UINT8", (-1,), "state of a request whose context another server computed"
+        "context_phase_params",
+        "UINT8",
+        (-1,),
+        "state of a request whose context another server computed",
+        "this server computes both phases",
     ),
     _text_only(
         "image_input",
