@@ -61,7 +61,7 @@ def _ask(url: str, messages: list[dict[str, str]], max_tokens: int | None) -> It
     except urllib.error.URLError as error:
         reason = f"no server answers at {url}; inflight serve starts one ({error.reason})"
         raise ValueError(reason) from None
-    except HTTPException:  # as of the port of gRPC
+    except (HTTPException, ConnectionError):  # as of the port of gRPC
         raise ValueError(f"no HTTP server answers at {url}: --url is the address of /v1") from None
 
 

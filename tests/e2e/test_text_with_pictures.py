@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import httpx
@@ -25,12 +28,14 @@ from inflight.pictures.encoder import PictureEncoder
 from inflight.pictures.processor import load_processor
 from inflight.server.launch import ServerOptions, TritonServer, serve
 from inflight.server.ports import Ports
+from inflight.server.runtime_directory import find_processes
 from inflight.text.tokenizer import Tokenizer
 from tests.pictures.small_models import expected_tokens, picture, save_model
 from tests.prometheus import parse
 
-from .clients import Answer, ask
+from .clients import Answer, ask, generate
 from .conftest import REPOSITORY
+from .upstream_clients.multimodal_client import run
 
 CASE = "qwen3-vl"
 ALONE = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -85,6 +90,10 @@ class VisionServer:
         return answer
 
 
+def image_of(file: bytes) -> Image.Image:
+    return Image.open(BytesIO(file)).convert("RGB")
+
+
 def urls(*files: bytes) -> list[str]:
     return [f"data:image/png;base64,{base64.b64encode(file).decode()}" for file in files]
 
@@ -118,19 +127,48 @@ def vision(tmp_path_factory: pytest.TempPathFactory, elsewhere: Path) -> Iterato
         yield VisionServer(server, whole, processor, tokenizer, folder / "checkpoint")
 
 
-@pytest.mark.covers("image_url", "image_url_input", "image_bytes_input")
+@pytest.mark.covers("image_url", "image_url_input", "image_bytes_input", "image_sizes_input")
 def test_text_and_pictures_give_transformers_tokens(vision: VisionServer) -> None:
     text = f"What is {ALONE}, and what {ALONE}?"
     expected = vision.expected(text, WIDE, TALL)
     for model in MODELS:
-        answer = vision.ask(text, model, image_url=urls(WIDE, TALL))
-        assert answer.error is None, answer.error
-        assert answer.text == vision.tokenizer.decode(expected)
-        assert answer.ids in ([], expected)  # models with ensemble's outputs return no ids
+        for name in ("image_url", "image_url_input"):
+            answer = vision.ask(text, model, **{name: urls(WIDE, TALL)})
+            assert answer.error is None, answer.error
+            assert answer.text == vision.tokenizer.decode(expected)
+            assert answer.ids in ([], expected)  # models with ensemble's outputs return no ids
+    body = {"max_tokens": NUM_TOKENS, "end_id": -1, "exclude_input_in_output": True}
+    by_http = generate(vision.server.http, text_input=text, image_url_input=urls(WIDE, TALL), **body)
+    assert by_http["text_output"] == vision.tokenizer.decode(expected)
     first = vision.tokenizer.decode(vision.expected(f"{ALONE}Which animal?", WIDE))
     assert vision.ask("Which animal?", image_url_input=urls(WIDE)[0]).text == first
-    pixels = np.asarray(Image.open(BytesIO(WIDE)).convert("RGB"))[None, None]
-    assert vision.ask("Which animal?", image_bytes_input=pixels).text == first
+    pixels = np.asarray(image_of(WIDE))
+    padded = np.pad(pixels, ((0, 5), (0, 3), (0, 0)))
+    given = {"image_sizes_input": np.array([[pixels.shape[:2]]], np.int64)}
+    for model in MODELS:
+        for array, more in ((pixels, {}), (pixels.transpose(2, 0, 1), {}), (padded, given)):
+            answer = vision.ask("Which animal?", model, image_bytes_input=array[None, None], **more)
+            assert answer.error is None and answer.text == first
+
+
+@pytest.mark.parametrize("use_bls", [False, True])
+def test_upstreams_multimodal_client_gets_transformers_tokens(vision: VisionServer, use_bls: bool) -> None:
+    def ask_as(model_type: str, text: str, *files: bytes, **more: Any) -> str:
+        images = [image_of(file) for file in files]
+        return run(vision.server, model_type, text, images, NUM_TOKENS, use_bls=use_bls, **more)
+
+    def expected(text: str, *files: bytes) -> str:
+        return vision.tokenizer.decode(vision.expected(text, *files))
+
+    for model_type in ("mllama", "llava_onevision"):
+        assert ask_as(model_type, "What is this?", WIDE) == expected(f"{ALONE}What is this?", WIDE)
+    resized = BytesIO()
+    image_of(WIDE).resize((504, 504)).save(resized, "PNG")
+    assert ask_as("qwen2_vl", "And this?", WIDE) == expected(f"{ALONE}And this?", resized.getvalue())
+    text = f"Compare {ALONE} with {ALONE}."
+    for extra_id in (None, 7):
+        made = ask_as("pixtral", text, WIDE, TALL, prompt_table_extra_id=extra_id)
+        assert made == expected(text, WIDE, TALL)
 
 
 def test_the_same_picture_reuses_blocks_and_another_does_not(vision: VisionServer) -> None:
@@ -143,10 +181,12 @@ def test_the_same_picture_reuses_blocks_and_another_does_not(vision: VisionServe
     assert reused[:2] == [0, 1] and reused[2] > 2
 
 
-def test_the_encoders_model_returns_rows_for_prompts_of_ids(vision: VisionServer) -> None:
-    array = np.array([[url.encode() for url in urls(WIDE)]], np.object_)
-    tensor = grpc.InferInput("IMAGE_URL", array.shape, "BYTES")
-    tensor.set_data_from_numpy(array)
+@pytest.mark.parametrize(("name", "content"), [("IMAGE_URL", urls(WIDE)[0].encode()), ("IMAGES", WIDE)])
+def test_the_encoders_model_returns_rows_for_prompts_of_ids(
+    vision: VisionServer, name: str, content: bytes
+) -> None:
+    tensor = grpc.InferInput(name, (1, 1), "BYTES")
+    tensor.set_data_from_numpy(np.array([[content]], np.object_))
     with grpc.InferenceServerClient(vision.server.grpc) as client:
         answer = client.infer("multimodal_encoders", [tensor])
     table, size = (answer.as_numpy(f"OUT_PROMPT_{name}") for name in ("EMBEDDING_TABLE", "VOCAB_SIZE"))
@@ -156,18 +196,22 @@ def test_the_encoders_model_returns_rows_for_prompts_of_ids(vision: VisionServer
     assert size.item() == rows.shape[0]
 
 
+def inputs_of_preprocessing(text: str, *files: bytes) -> list[grpc.InferInput]:
+    """Return the inputs QUERY and, with files, IMAGE_URL."""
+    contents = {"QUERY": [text], "IMAGE_URL": urls(*files)}
+    tensors = []
+    for name, words in contents.items():
+        if words:
+            array = np.array([[word.encode() for word in words]], np.object_)
+            tensors.append(grpc.InferInput(name, array.shape, "BYTES"))
+            tensors[-1].set_data_from_numpy(array)
+    return tensors
+
+
 def test_what_preprocessing_returns_is_a_prompt_of_the_engine(vision: VisionServer) -> None:
     text = f"Compare {ALONE} with {ALONE}."
-    query = np.array([[text.encode()]], np.object_)
-    array = np.array([[url.encode() for url in urls(WIDE, TALL)]], np.object_)
-    tensors = [
-        grpc.InferInput("QUERY", query.shape, "BYTES"),
-        grpc.InferInput("IMAGE_URL", array.shape, "BYTES"),
-    ]
-    for tensor, content in zip(tensors, (query, array)):
-        tensor.set_data_from_numpy(content)
     with grpc.InferenceServerClient(vision.server.grpc) as client:
-        prepared = client.infer("preprocessing", tensors)
+        prepared = client.infer("preprocessing", inputs_of_preprocessing(text, WIDE, TALL))
     passed_on = {name: prepared.as_numpy(output) for name, output in PREPARED.items()}
     (answer,) = ask(
         vision.server.grpc,
@@ -178,6 +222,33 @@ def test_what_preprocessing_returns_is_a_prompt_of_the_engine(vision: VisionServ
     )
     assert answer.error is None, answer.error
     assert answer.ids == vision.expected(text, WIDE, TALL)
+
+
+def test_preprocessing_answers_texts_while_a_picture_is_encoded(vision: VisionServer) -> None:
+    files = picture(20, 20, seed=5), picture(20, 20, seed=6)
+    answers: Queue[Any] = Queue()
+    (pid,) = [
+        process.pid
+        for process in find_processes(vision.server.repository.path.parent)
+        if b"inflight.pictures" in Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
+    ]
+    with grpc.InferenceServerClient(vision.server.grpc) as client:
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            for file in files:
+                inputs = inputs_of_preprocessing("Which?", file)
+                client.async_infer(
+                    "preprocessing", inputs, lambda result, error: answers.put((result, error))
+                )
+            for _ in range(3):
+                text = client.infer("preprocessing", inputs_of_preprocessing("Which?"), client_timeout=60)
+                assert text.as_numpy("REQUEST_INPUT_LEN").item() == len(vision.tokenizer.encode("Which?"))
+            assert answers.empty()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        for _ in files:
+            result, error = answers.get(timeout=60)
+            assert error is None and result.as_numpy("OUT_PROMPT_VOCAB_SIZE").item() > 0
 
 
 def test_the_metrics_pages_count_pictures(vision: VisionServer) -> None:

@@ -81,6 +81,7 @@ _TOWERS: dict[str, dict[str, Any]] = {
     "qwen3.5-moe-vision": _QWEN_TOWER,
     "llava": {"image_size": 16, "num_hidden_layers": 2},
     "pixtral": {"model_type": "pixtral", "head_dim": 8, "image_size": 32, "num_hidden_layers": 2},
+    "llava-next": {"image_size": 16, "num_hidden_layers": 2},
     "llava-onevision": _SIGLIP,
     "idefics3": _SIGLIP,
     "smolvlm": _SIGLIP,
@@ -93,6 +94,7 @@ _TOPS: dict[str, dict[str, Any]] = {
     "gemma3-vision": {"mm_tokens_per_image": 16},
     "mistral3": {"spatial_merge_size": 2},
     "pixtral": {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+    "llava-next": {"image_grid_pinpoints": [[16, 32], [32, 16], [32, 32]]},
     "llava-onevision": {"image_grid_pinpoints": [[16, 16], [16, 32], [32, 16], [32, 32]]},
     "internvl": {"image_seq_length": 4},
 }
@@ -121,6 +123,15 @@ _PROCESSORS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llava": (
         "CLIPImageProcessor",
         {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}},
+        {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+    ),
+    "llava-next": (
+        "LlavaNextImageProcessor",
+        {
+            "size": {"shortest_edge": 16},
+            "crop_size": {"height": 16, "width": 16},
+            "image_grid_pinpoints": _TOPS["llava-next"]["image_grid_pinpoints"],
+        },
         {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
     ),
     "mistral3": (

@@ -6,7 +6,7 @@ import ast
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -177,6 +177,24 @@ def test_a_picture_is_encoded_once(encoder: PictureEncoder) -> None:
     assert extra_ids(both)[:num_tall] == extra_ids(both)[num_tall + num_wide :]
     rows = as_tensor(both.table.rows)
     assert rows[num_tall : num_tall + num_wide].equal(as_tensor(first.table.rows))
+
+
+def test_the_tower_gets_the_new_pictures_of_a_prompt_as_one_batch(
+    encoder: PictureEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = []
+    rows = encoder._tower.rows
+
+    def record(inputs: Mapping[str, Any]) -> torch.Tensor:
+        batches.append(inputs["image_grid_thw"].tolist())
+        return rows(inputs)
+
+    monkeypatch.setattr(encoder._tower, "rows", record)
+    for file in (WIDE, TALL):
+        encoder.encode(PLACE, [file], VOCAB_SIZE)
+    others = [picture(30, 18, seed=4), picture(13, 27, seed=5)]
+    encoder.encode(f"{PLACE} {PLACE} {PLACE}", [others[0], WIDE, others[1]], VOCAB_SIZE)
+    assert batches[2:] == [batches[0] + batches[1]]
 
 
 def test_least_recently_used_pictures_leave_the_cache(folder: Path) -> None:

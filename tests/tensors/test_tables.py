@@ -348,7 +348,7 @@ def test_every_built_input_is_covered_above() -> None:
     # test_additional_outputs.py, test_prompt_tables.py, test_lora.py
     elsewhere = {"additional_outputs"} | PROMPT_TABLES
     elsewhere |= {name for name in BUILT if name.startswith("lora_")}
-    elsewhere |= {"image_bytes_input", "image_url_input", "image_url"}  # test_pictures.py
+    elsewhere |= {name for name in BUILT if name.startswith("image_")}  # test_pictures.py
     elsewhere |= {"num_draft_tokens", "use_draft_logits"}  # test_bls.py
     assert covered | elsewhere | {"text_input", "stop", "state"} == BUILT  # test_request_kind.py
 

@@ -23,6 +23,7 @@ from inflight.serving.completion_text import CompletionText
 from inflight.serving.in_flight import InFlightRequest
 from inflight.serving.reply import Reply
 from inflight.triton.host import ModelArgs
+from inflight.triton.models.text_models import TextModel
 from inflight.triton.responses import ResponseBuilder, TritonStream
 from tests.tensors.factories import (
     ALL_OUTPUTS,
@@ -31,7 +32,13 @@ from tests.tensors.factories import (
     make_result,
     token_inputs,
 )
-from tests.triton.fake_pb_utils import COMPLETE_FINAL, FakePbUtils, InferenceRequest, ResponseSender
+from tests.triton.fake_pb_utils import (
+    COMPLETE_FINAL,
+    FakePbUtils,
+    InferenceRequest,
+    InferenceResponse,
+    ResponseSender,
+)
 
 
 def make_parameters(role: Role = Role.ENGINE, max_batch_size: int = 8, **values: str) -> Parameters:
@@ -81,6 +88,16 @@ def make_triton_request(
     inputs: dict[str, np.ndarray] | None = None, request_id: str = "", outputs: frozenset[str] = ALL_OUTPUTS
 ) -> InferenceRequest:
     return InferenceRequest(token_inputs() if inputs is None else inputs, sorted(outputs), request_id)
+
+
+def response_of(model: TextModel, request: InferenceRequest) -> InferenceResponse:
+    """Return a model's only response, which it gives at once or, to pictures, later."""
+    (response,) = model.execute([request])
+    if response is None:
+        (sent,) = request.sender.wait_final()
+        response = sent.response
+    assert response is not None
+    return response
 
 
 @dataclass(slots=True)

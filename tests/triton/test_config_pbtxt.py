@@ -104,8 +104,8 @@ def test_upstreams_tensors_are_declared_with_upstreams_types_and_dims(name: str,
         tensor, dtype, dims = line.split()
         spec = rows[tensor]
         assert dtype in ("*", spec.dtype, *spec.other_dtypes), tensor
-        # Upstream's own converter writes four numbers per row for DoRA; several pictures may have URLs here.
-        wanted = {"lora_config": "-1,-1", "IMAGE_URL": "-1"}.get(tensor, dims)
+        # Upstream's own converter writes four numbers per row for DoRA.
+        wanted = {"lora_config": "-1,-1"}.get(tensor, dims)
         assert ",".join(map(str, spec.dims or (1,))) == wanted, tensor
 
 

@@ -21,7 +21,7 @@ from inflight.tensors.reader import NUMPY_TYPES
 from inflight.tensors.spec import TensorSpec, Vocabulary
 from inflight.triton.models.text_models import Postprocessing, Preprocessing, TextModel
 from tests.tensors.factories import as_inputs, make_description, make_limits, text_inputs, token_inputs
-from tests.triton.factories import make_parameters, make_triton_request
+from tests.triton.factories import make_parameters, make_triton_request, response_of
 from tests.triton.fake_pb_utils import FakePbUtils, InferenceResponse, TritonError
 from tests.triton.letters import letter_tokenizer
 from tests.triton.stage import Stage
@@ -183,7 +183,7 @@ def refusal_by_a_text_model(made: type[TextModel], inputs: dict[str, np.ndarray]
     model.tokenizers = TokenizerFinder(None, lambda directory: letter_tokenizer())
     model.tokenizers.find("letters")
     wanted = frozenset(spec.name for spec in made.outputs.specs)
-    return error_in(model.execute([make_triton_request(inputs, outputs=wanted)])[0])
+    return error_in(response_of(model, make_triton_request(inputs, outputs=wanted)))
 
 
 def refusal_by_a_manager(tensors: Mapping[str, object]) -> str:

@@ -21,7 +21,7 @@ from inflight.triton.models import engine
 from inflight.triton.models.remote import Ensemble, Infer
 from inflight.triton.models.text_models import Postprocessing, Preprocessing, TextModel
 from tests.tensors.factories import text_inputs, token_inputs
-from tests.triton.factories import make_model_config, make_triton_request
+from tests.triton.factories import make_model_config, make_triton_request, response_of
 from tests.triton.fake_pb_utils import FakePbUtils, InferenceRequest, InferenceResponse, TritonError
 from tests.triton.letters import letter_tokenizer, save_letter_tokenizer
 from tests.triton.logging_restored import logging_restored
@@ -182,7 +182,7 @@ def make_text_model(model_class: type[TextModel], folder: Path | None) -> TextMo
 
 def answer(model: TextModel, **inputs: np.ndarray) -> InferenceResponse:
     names = [spec.name for spec in model.outputs.specs]
-    (response,) = model.execute([InferenceRequest(inputs, names)])
+    response = response_of(model, InferenceRequest(inputs, names))
     model.finalize()
     return response
 
@@ -334,7 +334,8 @@ BAD_TEXT_REQUESTS = [
     (
         Preprocessing,
         {"QUERY": words(b"a"), "DECODER_QUERY": words(b"b")},
-        "DECODER_QUERY is not available in this version: got 'b', expected it left out or \"\"",
+        "DECODER_QUERY is not available in this version, because no model here has an encoder: got 'b', "
+        'expected it left out or ""',
     ),
     (
         Preprocessing,

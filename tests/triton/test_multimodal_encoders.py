@@ -10,7 +10,7 @@ from inflight.core.request.prompt_table import PromptTable
 from inflight.errors import InvalidArgument, Name
 from inflight.pictures.encoded_prompt import EncodedPrompt
 from inflight.triton.models.multimodal_encoders import MultimodalEncoders
-from tests.triton.factories import make_parameters, make_triton_request
+from tests.triton.factories import make_parameters, make_triton_request, response_of
 from tests.triton.fake_pb_utils import FakePbUtils, InferenceResponse
 
 NUMBERS = np.array([[1.5, -2.0], [0.25, 3.0]], np.float32)
@@ -42,8 +42,7 @@ def ask(dtype: str = "float32", **inputs: np.ndarray) -> InferenceResponse:
     model._pb_utils, model.parameters = FakePbUtils(), make_parameters(model.role)
     model.pictures = FakeEncoder(dtype)
     wanted = frozenset(spec.name for spec in model.outputs.specs)
-    (response,) = model.execute([make_triton_request(inputs, outputs=wanted)])
-    return response
+    return response_of(model, make_triton_request(inputs, outputs=wanted))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -56,7 +55,7 @@ def test_rows_of_every_type_are_returned(dtype: str) -> None:
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({}, "a value is required for IMAGE_BYTES, or IMAGE_URL: it is missing or empty"),
+        ({}, "a value is required for IMAGE_BYTES, IMAGE_URL or IMAGES: all are missing or empty"),
         ({"IMAGE_URL": URLS.reshape(2, 1)}, "have different numbers of rows of embeddings"),
         (
             {"IMAGE_URL": np.array([[BROKEN.encode()]], np.object_)},

@@ -131,8 +131,9 @@ TENSORS = {
         prompt_vocab_size INT32 1; embedding_bias_words BYTES -1; embedding_bias_weights FP32 -1;
         lora_task_id UINT64 1; lora_weights FP16 -1,-1; lora_config INT32 -1,3;
         guided_decoding_guide_type BYTES 1; guided_decoding_guide BYTES 1; image_input FP16 -1,3,-1,-1;
-        image_bytes_input UINT8 -1,-1,-1,-1; image_url_input BYTES 1; video_bytes_input UINT8 -1,-1,-1,-1;
-        num_draft_tokens INT32 1; use_draft_logits BOOL 1; image_url BYTES -1; streaming BOOL 1;
+        image_bytes_input UINT8 -1,-1,-1,-1; image_url_input BYTES -1; image_sizes_input INT64 -1,2;
+        video_bytes_input UINT8 -1,-1,-1,-1; num_draft_tokens INT32 1; use_draft_logits BOOL 1;
+        image_url BYTES -1; streaming BOOL 1;
         sampling_param_best_of INT32 1; sampling_param_temperature FP32 1; sampling_param_top_k INT32 1;
         sampling_param_top_p FP32 1; sampling_param_frequency_penalty FP32 1;
         sampling_param_presence_penalty FP32 1; sampling_param_max_tokens INT32 1; sampling_param_stop BYTES -1;
@@ -153,8 +154,9 @@ TENSORS = {
         text_output BYTES -1; cum_log_probs FP32 -1; output_log_probs FP32 -1,-1; context_logits * -1,-1;
         generation_logits * -1,-1,-1; batch_index INT32 1""",
     ("preprocessing", "input"): """
-        QUERY BYTES 1; DECODER_QUERY BYTES 1; IMAGE_BYTES UINT8 -1,-1,-1,-1; IMAGE_URL BYTES 1; IMAGES BYTES -1;
-        VIDEO_BYTES UINT8 -1,-1,-1,-1; REQUEST_OUTPUT_LEN INT32 1; BAD_WORDS_DICT BYTES -1;
+        QUERY BYTES 1; DECODER_QUERY BYTES 1; IMAGE_BYTES UINT8 -1,-1,-1,-1; IMAGE_URL BYTES -1;
+        IMAGE_SIZES INT64 -1,2; IMAGES BYTES -1; VIDEO_BYTES UINT8 -1,-1,-1,-1;
+        REQUEST_OUTPUT_LEN INT32 1; BAD_WORDS_DICT BYTES -1;
         STOP_WORDS_DICT BYTES -1; EMBEDDING_BIAS_WORDS BYTES -1; EMBEDDING_BIAS_WEIGHTS FP32 -1; END_ID INT32 1;
         PAD_ID INT32 1; PROMPT_TABLE_EXTRA_ID UINT64 1""",
     ("preprocessing", "output"): """

@@ -19,6 +19,7 @@ MODEL_TYPES = (
     "qwen3_5",
     "qwen3_5_moe",
     "llava",
+    "llava_next",
     "mistral3",
     "idefics3",
     "smolvlm",

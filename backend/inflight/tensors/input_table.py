@@ -22,7 +22,9 @@ from inflight.core.request.control import Control
 from inflight.core.request.sampling_config import CONTROLS, NEUTRAL
 from inflight.tensors.spec import (
     EMPTY,
+    NO_ENCODER,
     NO_TEXT,
+    NO_VIDEO,
     Neutral,
     NeutralRule,
     TensorSpec,
@@ -74,9 +76,14 @@ def _llmapi(
 
 
 def _text_only(
-    name: str, dtype: str, meaning: str, neutral: Neutral | None = None, dims: tuple[int, ...] = ()
+    name: str,
+    dtype: str,
+    meaning: str,
+    neutral: Neutral | None = None,
+    dims: tuple[int, ...] = (),
+    reason: str = "",
 ) -> TensorSpec:
-    return TensorSpec(name, dtype, dims, meaning, (), (name,), neutral, text_only=True)
+    return TensorSpec(name, dtype, dims, meaning, (), (name,), neutral, text_only=True, reason=reason)
 
 
 def _flag(name: str, meaning: str, aliases: tuple[str, ...] = (), text_alias: str = "") -> TensorSpec:
@@ -259,10 +266,16 @@ _PICTURES = (
     _both(
         "image_bytes_input",
         "UINT8",
-        "[pictures, height, width, 3]: RGB pixels of pictures of text_input",
+        "[pictures, height, width, 3] or [pictures, 3, height, width]: RGB pixels of pictures of text_input",
         (-1, -1, -1, -1),
     ),
-    _both("image_url_input", "BYTES", "URL of a picture of text_input"),
+    _both(
+        "image_sizes_input",
+        "INT64",
+        "[pictures, 2]: height and width of each picture in image_bytes_input, if that is padded",
+        (-1, 2),
+    ),
+    _both("image_url_input", "BYTES", "URLs of pictures of text_input", (-1,)),
     _llmapi("image_url", "BYTES", "URLs of pictures of text_input", dims=(-1,)),
     TensorSpec(
         "mrope_rotary_cos_sin",
@@ -287,14 +300,23 @@ _OTHER_MODELS = (
         "[frames, features]: input of an encoder",
         neutral=EMPTY,
         other_dtypes=("FP32",),
+        reason=NO_ENCODER,
     ),
-    TensorSpec("encoder_output_lengths", "INT32", (), "number of valid encoder states", neutral=_ZERO),
+    TensorSpec(
+        "encoder_output_lengths",
+        "INT32",
+        (),
+        "number of valid encoder states",
+        neutral=_ZERO,
+        reason=NO_ENCODER,
+    ),
     TensorSpec(
         "decoder_input_ids",
         "INT32",
         (-1,),
         "prompt of the decoder of an encoder-decoder model",
         neutral=_PAD_ID,
+        reason=NO_ENCODER,
     ),
     TensorSpec(
         "decoder_input_lengths",
@@ -302,20 +324,46 @@ _OTHER_MODELS = (
         (),
         "number of valid ids in decoder_input_ids",
         neutral=_values(0, 1),
+        reason=NO_ENCODER,
     ),
-    _text_only("decoder_text_input", "BYTES", "prompt of the decoder of an encoder-decoder model", NO_TEXT),
+    _text_only(
+        "decoder_text_input",
+        "BYTES",
+        "prompt of the decoder of an encoder-decoder model",
+        NO_TEXT,
+        reason=NO_ENCODER,
+    ),
     of_other_models(
         "cross_attention_mask",
         "BOOL",
         (-1, -1),
         "[prompt tokens, image tiles]: which tiles each token attends to",
+        NO_ENCODER,
     ),
-    TensorSpec("skip_cross_attn_blocks", "BOOL", (1,), "whether to skip cross attention", neutral=_FALSE),
+    TensorSpec(
+        "skip_cross_attn_blocks",
+        "BOOL",
+        (1,),
+        "whether to skip cross attention",
+        neutral=_FALSE,
+        reason=NO_ENCODER,
+    ),
     of_other_models(
-        "context_phase_params", "UINT8", (-1,), "state of a request whose context another server computed"
+        "context_phase_params",
+        "UINT8",
+        (-1,),
+        "state of a request whose context another server computed",
+        "this server computes both phases",
     ),
-    _text_only("image_input", "FP16", "pixel values of images", EMPTY, (-1, 3, -1, -1)),
-    _text_only("video_bytes_input", "UINT8", "frames of a video", EMPTY, (-1, -1, -1, -1)),
+    _text_only(
+        "image_input",
+        "FP16",
+        "pixel values of images",
+        EMPTY,
+        (-1, 3, -1, -1),
+        "the server makes pixel values itself (send image_bytes_input or image_url_input)",
+    ),
+    _text_only("video_bytes_input", "UINT8", "frames of a video", EMPTY, (-1, -1, -1, -1), NO_VIDEO),
 )
 
 _GUIDES = (

@@ -1,4 +1,4 @@
-"""Read one prompt's pictures: their pixels, or their URLs."""
+"""Read one prompt's pictures: their pixels, their URLs, or their files."""
 
 from __future__ import annotations
 
@@ -16,12 +16,32 @@ from inflight.errors import InvalidArgument, Name, RequestError
 from inflight.pictures.encoded_prompt import MAX_PICTURE_BYTES, EncodedPrompt
 from inflight.tensors.reader import TensorReader
 
-PIXELS = "image_bytes_input"
-URLS = ("image_url_input", "image_url")
 _HEADER_BYTES = 54
 
 Pictures = Sequence[bytes] | Sequence[str]
 """The pictures of a prompt: their files, or their URLs."""
+
+
+@dataclass(frozen=True, slots=True)
+class PictureTensors:
+    """The names of the tensors in which a model takes pictures.
+
+    Attributes:
+        pixels: Pixels of all pictures, UINT8 [pictures, height, width, 3] or [pictures, 3, height, width].
+        sizes: The part of each picture's pixels that is no padding, INT64 [pictures, 2]: height, width.
+        urls: URLs, BYTES [pictures]; several names of equal meaning.
+        files: Files such as PNG or JPEG, BYTES [pictures]; None: the model has no such tensor.
+    """
+
+    pixels: str
+    sizes: str
+    urls: tuple[str, ...]
+    files: str | None = None
+
+
+OF_SERVING_MODELS = PictureTensors("image_bytes_input", "image_sizes_input", ("image_url_input", "image_url"))
+OF_TEXT_MODELS = PictureTensors("IMAGE_BYTES", "IMAGE_SIZES", ("IMAGE_URL",), "IMAGES")
+"""The tensors of `preprocessing` and `multimodal_encoders`."""
 
 
 class BlockingEncoder(Protocol):
@@ -56,61 +76,88 @@ class SentPictures:
             raise error.with_names(lambda each: each.replace("pictures", self.name)) from None
 
 
-def has_pictures(reader: TensorReader) -> bool:
+def has_pictures(reader: TensorReader, tensors: PictureTensors = OF_SERVING_MODELS) -> bool:
     """Return whether a prompt has pictures, without reading them."""
-    return bool(_sent_names(reader, PIXELS, URLS))
+    return bool(_sent_names(reader, tensors))
 
 
-def read_pictures(
-    reader: TensorReader, pixels: str = PIXELS, urls: Sequence[str] = URLS
-) -> SentPictures | None:
+def read_pictures(reader: TensorReader, tensors: PictureTensors = OF_SERVING_MODELS) -> SentPictures | None:
     """Return the prompt's pictures; None if none were sent.
-
-    Args:
-        reader: The prompt's tensors.
-        pixels: Name of the tensor of decoded pictures.
-        urls: Names of the tensors of URLs.
 
     Raises:
         InvalidArgument: A type or shape is wrong, or pictures came in two tensors.
     """
-    names = _sent_names(reader, pixels, urls)
+    names = _sent_names(reader, tensors)
+    if reader.array(tensors.sizes) is not None and tensors.pixels not in names:
+        sizes, pixels = (Name(reader.shown_name(name)) for name in (tensors.sizes, tensors.pixels))
+        raise InvalidArgument(sizes, " needs ", pixels, ", which is missing")
     if not names:
         return None
     first, *others = [Name(reader.shown_name(name)) for name in names]
     if others:
         raise InvalidArgument("got both ", first, " and ", others[0], ": send the pictures in one of them")
-    if names[0] == pixels:
-        return SentPictures(first, _files_of_pixels(reader, pixels))
+    if names[0] == tensors.pixels:
+        return SentPictures(first, _files_of_pixels(reader, tensors))
+    if names[0] == tensors.files:
+        return SentPictures(first, _files(reader, names[0]))
     return SentPictures(first, _urls(reader, names[0]))
 
 
-def _sent_names(reader: TensorReader, pixels: str, urls: Sequence[str]) -> list[str]:
-    sent = [pixels] if reader.array(pixels) is not None else []
-    return [*sent, *(name for name in urls if _urls(reader, name))]
+def _sent_names(reader: TensorReader, tensors: PictureTensors) -> list[str]:
+    sent = [tensors.pixels] if reader.array(tensors.pixels) is not None else []
+    sent += [name for name in tensors.urls if _urls(reader, name)]
+    return [*sent, tensors.files] if tensors.files and _files(reader, tensors.files) else sent
 
 
 def _urls(reader: TensorReader, name: str) -> list[str]:
     """Return the URLs in a tensor. An empty one stands for no picture."""
-    found = [reader.text(name)] if name == "image_url_input" else reader.texts(name)
-    return [url for url in found if url]
+    return [url for url in reader.texts(name) if url]
 
 
-def _files_of_pixels(reader: TensorReader, name: str) -> tuple[bytes, ...]:
-    pictures = reader.array(name)
+def _files(reader: TensorReader, name: str) -> list[bytes]:
+    """Return the files in a tensor. An empty one stands for no picture."""
+    array = reader.array(name)
+    return [] if array is None else [file for file in array.tolist() if file]
+
+
+def _files_of_pixels(reader: TensorReader, tensors: PictureTensors) -> tuple[bytes, ...]:
+    pictures, name = reader.array(tensors.pixels), Name(reader.shown_name(tensors.pixels))
     assert pictures is not None
-    if pictures.shape[-1] != 3:
+    sent_shape = [1, *pictures.shape]
+    if pictures.shape[3] != 3 and pictures.shape[1] == 3:
+        pictures = pictures.transpose(0, 2, 3, 1)
+    if pictures.shape[3] != 3:
         raise InvalidArgument(
-            Name(reader.shown_name(name)),
-            f" must have shape [1, pictures, height, width, 3], got {[1, *pictures.shape]}",
+            name,
+            " must have shape [1, pictures, height, width, 3] or [1, pictures, 3, height, width], "
+            f"got {sent_shape}",
         )
     num_bytes = prod(pictures.shape[1:])
     if num_bytes > MAX_PICTURE_BYTES:
         raise InvalidArgument(
-            Name(reader.shown_name(name)),
-            f" has pictures of {num_bytes} bytes; at most {MAX_PICTURE_BYTES} are taken",
+            name, f" has pictures of {num_bytes} bytes; at most {MAX_PICTURE_BYTES} are taken"
         )
-    return tuple(to_bmp(pixels) for pixels in pictures)
+    return tuple(
+        to_bmp(pixels[:height, :width])
+        for pixels, (height, width) in zip(pictures, _sizes(reader, tensors, pictures.shape))
+    )
+
+
+def _sizes(reader: TensorReader, tensors: PictureTensors, shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Return height and width of each picture in pixels of this shape [pictures, height, width, 3]."""
+    num_pictures, height, width, _ = shape
+    sizes = reader.array(tensors.sizes)
+    if sizes is None:
+        return [(height, width)] * num_pictures
+    if len(sizes) != num_pictures or (sizes < 1).any() or (sizes > [height, width]).any():
+        raise InvalidArgument(
+            Name(reader.shown_name(tensors.sizes)),
+            f" must have the height, from 1 to {height}, and the width, from 1 to {width}, of each of the "
+            f"{num_pictures} pictures in ",
+            Name(reader.shown_name(tensors.pixels)),
+            f", got {sizes.tolist()}",
+        )
+    return [(int(rows), int(columns)) for rows, columns in sizes.tolist()]
 
 
 def to_bmp(pixels: NDArray[np.uint8]) -> bytes:

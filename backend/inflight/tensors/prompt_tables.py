@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from hashlib import blake2b
+
 from inflight.arrays import to_prompt_table, to_rotary_table
 from inflight.core.request.prompt_table import PromptTable, RotaryTable
 from inflight.errors import InvalidArgument, Name
 from inflight.tensors.reader import TensorReader
+
+_ID_BYTES = 8
 
 
 def read_prompt_table(reader: TensorReader) -> PromptTable | None:
@@ -51,3 +56,23 @@ def read_extra_ids(reader: TensorReader, num_rows: int, length: int) -> tuple[in
         return tuple(reader.integers("prompt_table_extra_ids") or ())
     of_rows = reader.integer("prompt_table_extra_id") or 0
     return (of_rows,) * num_rows + (0,) * (length - num_rows) if of_rows and num_rows else ()
+
+
+def read_picture_ids(reader: TensorReader, extra_ids: Sequence[int]) -> tuple[int, ...]:
+    """Return the extra ids of a text request with pictures, one for each prompt id, 0 for text.
+
+    Prompts whose clients sent different ids for all rows (`prompt_table_extra_id`) then share no rows' KV blocks.
+
+    Args:
+        reader: The request's tensors.
+        extra_ids: Ids that identify the pictures' content, 0 for text.
+    """
+    of_rows = reader.integer("prompt_table_extra_id") or 0
+    if not of_rows:
+        return tuple(extra_ids)
+    return tuple(each and _id_of_both(each, of_rows) for each in extra_ids)
+
+
+def _id_of_both(one: int, other: int) -> int:
+    both = one.to_bytes(_ID_BYTES, "little") + other.to_bytes(_ID_BYTES, "little")
+    return int.from_bytes(blake2b(both, digest_size=_ID_BYTES).digest(), "little") or 1

@@ -195,9 +195,10 @@ class TensorReader:
                 continue
             found = self._find(spec)
             if found is not None and not self._asks_for_nothing(found.array, spec.neutral):
+                because = f", because {spec.reason}" if spec.reason else ""
                 raise Unsupported(
                     Name(found.wire_name),
-                    f" is not available in this version: got {_shown(found.array)}, "
+                    f" is not available in this version{because}: got {_shown(found.array)}, "
                     f"expected it {spec.asks_for_nothing}",
                 )
 

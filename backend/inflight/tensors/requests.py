@@ -23,7 +23,12 @@ from inflight.prompt import Prompt, ReplyOptions, engine_streams
 from inflight.tensors.kv_cache import read_identity, read_retention
 from inflight.tensors.lora import read_lora
 from inflight.tensors.pictures import BlockingEncoder, has_pictures, read_pictures
-from inflight.tensors.prompt_tables import read_extra_ids, read_prompt_table, read_rotary_table
+from inflight.tensors.prompt_tables import (
+    read_extra_ids,
+    read_picture_ids,
+    read_prompt_table,
+    read_rotary_table,
+)
 from inflight.tensors.reader import TensorReader, each_row
 from inflight.tensors.request_parameters import NO_PARAMETERS, RequestParameters
 from inflight.tensors.sampling import read_bias, read_draft, read_drafting, read_guide, read_sampling_config
@@ -167,9 +172,12 @@ class _PromptReader:
             raise InvalidArgument(
                 sent.name, " needs ", Name(reader.shown_name("text_input")), ", which is missing"
             )
-        for other in TABLE_TENSORS:
-            if reader.array(other) is not None:
-                raise InvalidArgument("got both ", sent.name, " and ", Name(other), ": send one of them")
+        others = [
+            name for name in (*TABLE_TENSORS, "prompt_table_extra_ids") if reader.array(name) is not None
+        ]
+        others += [name for name in ("prompt_vocab_size", "mrope_position_deltas") if reader.integer(name)]
+        if others:
+            raise InvalidArgument("got both ", sent.name, " and ", Name(others[0]), ": send one of them")
         if context.pictures is None:
             raise Unsupported(sent.name, " is not available: nothing encodes pictures here")
         self._picture_name = sent.name
@@ -239,7 +247,8 @@ class _PromptReader:
         """Return the prompt's ids and identity (`_prompt_ids`), its prompt table and its rotary positions."""
         reader = self._reader
         if isinstance(encoded, EncodedPrompt):
-            identity = replace(read_identity(reader), extra_ids=encoded.extra_ids)
+            extra_ids = read_picture_ids(reader, encoded.extra_ids)
+            identity = replace(read_identity(reader), extra_ids=extra_ids)
             return encoded.token_ids, identity, encoded.table, encoded.rotary
         table = read_prompt_table(reader)
         token_ids, identity = self._prompt_ids(encoded, table)

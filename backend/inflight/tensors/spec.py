@@ -48,6 +48,10 @@ class Neutral:
         }[self.rule]
 
 
+NO_ENCODER = "no model here has an encoder"
+NO_VIDEO = "videos are not encoded"
+"""Reasons why tensors of other models are refused."""
+
 EMPTY = Neutral(NeutralRule.EMPTY)
 NO_TEXT = Neutral(NeutralRule.NO_TEXT)
 
@@ -79,6 +83,7 @@ class TensorSpec:
         aliases: Other names of the same tensor.
         text_names: Names in the text vocabulary, the main one first; empty if the tensor is not in it.
         neutral: None for a tensor that is implemented. Otherwise only these values are accepted.
+        reason: For such a tensor: why other values are refused, for messages.
         asked_by: For an output: the input that requests it; "" if it is always returned.
         other_dtypes: For an input: other data types that a config.pbtxt may declare instead of `dtype`.
         text_only: Whether only the text vocabulary has the tensor; then `text_names` includes `name`.
@@ -98,6 +103,7 @@ class TensorSpec:
     text_only: bool = False
     in_stream: InStream | None = None
     is_batched: bool = True
+    reason: str = ""
 
     @property
     def built(self) -> bool:
@@ -129,12 +135,15 @@ class TensorSpec:
         return () if self.text_only else (self.name, *self.aliases)
 
 
-def of_other_models(name: str, dtype: str, dims: tuple[int, ...], meaning: str) -> TensorSpec:
+def of_other_models(
+    name: str, dtype: str, dims: tuple[int, ...], meaning: str, reason: str = ""
+) -> TensorSpec:
     """Return a tensor of models that are not supported here, such as image models.
 
     Clients may only leave it out.
     """
-    return TensorSpec(name, dtype, dims, meaning, neutral=NO_TEXT if dtype == "BYTES" else EMPTY)
+    neutral = NO_TEXT if dtype == "BYTES" else EMPTY
+    return TensorSpec(name, dtype, dims, meaning, neutral=neutral, reason=reason)
 
 
 class TensorTable:

@@ -9,12 +9,24 @@ Tensors that only video and encoder-decoder models use, or that tensorrtllm_back
 
 from __future__ import annotations
 
-from inflight.tensors.spec import TensorSpec, TensorTable, of_other_models
+from inflight.tensors.spec import NO_ENCODER, NO_VIDEO, TensorSpec, TensorTable, of_other_models
 
-_PIXELS = TensorSpec(
-    "IMAGE_BYTES", "UINT8", (-1, -1, -1, -1), "[pictures, height, width, 3]: RGB pixels; or IMAGE_URL"
+_PICTURES = (
+    TensorSpec(
+        "IMAGE_BYTES",
+        "UINT8",
+        (-1, -1, -1, -1),
+        "[pictures, height, width, 3] or [pictures, 3, height, width]: RGB pixels of pictures",
+    ),
+    TensorSpec(
+        "IMAGE_SIZES",
+        "INT64",
+        (-1, 2),
+        "[pictures, 2]: height and width of each picture in IMAGE_BYTES, if that is padded",
+    ),
+    TensorSpec("IMAGE_URL", "BYTES", (-1,), "in place of IMAGE_BYTES: URLs of pictures"),
+    TensorSpec("IMAGES", "BYTES", (-1,), "in place of IMAGE_BYTES: files of pictures, such as PNG or JPEG"),
 )
-_URLS = TensorSpec("IMAGE_URL", "BYTES", (-1,), "URLs of pictures; or IMAGE_BYTES")
 _TABLE_OUTPUTS = (
     TensorSpec(
         "OUT_PROMPT_EMBEDDING_TABLE", "FP32", (-1, -1), "rows of all pictures, for prompt_embedding_table"
@@ -41,11 +53,11 @@ PREPROCESSING_INPUTS = TensorTable(
         TensorSpec(
             "PROMPT_VOCAB_SIZE", "INT32", (1,), "number of rows of a prompt table; their ids are put first"
         ),
-        of_other_models("DECODER_QUERY", "BYTES", (1,), "prompt of the decoder of an encoder-decoder model"),
-        _PIXELS,
-        _URLS,
-        of_other_models("IMAGES", "BYTES", (-1,), "encoded images"),
-        of_other_models("VIDEO_BYTES", "UINT8", (-1, -1, -1, -1), "frames of a video"),
+        of_other_models(
+            "DECODER_QUERY", "BYTES", (1,), "prompt of the decoder of an encoder-decoder model", NO_ENCODER
+        ),
+        *_PICTURES,
+        of_other_models("VIDEO_BYTES", "UINT8", (-1, -1, -1, -1), "frames of a video", NO_VIDEO),
     )
 )
 
@@ -98,6 +110,6 @@ POSTPROCESSING_OUTPUTS = TensorTable(
     (TensorSpec("OUTPUT", "BYTES", (-1,), "text of each beam", is_batched=False),)
 )
 
-ENCODERS_INPUTS = TensorTable((_PIXELS, _URLS))
+ENCODERS_INPUTS = TensorTable(_PICTURES)
 
 ENCODERS_OUTPUTS = TensorTable(_TABLE_OUTPUTS)

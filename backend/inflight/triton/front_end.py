@@ -51,7 +51,7 @@ from inflight.triton.adapter_requests import AdapterRequests
 from inflight.triton.cancellation import CancellationWatcher
 from inflight.triton.host import ModelArgs
 from inflight.triton.input_arrays import input_arrays
-from inflight.triton.pictures import ServerPictures
+from inflight.triton.pictures import PICTURE_THREADS, ServerPictures
 from inflight.triton.responses import ResponseBuilder, TritonStream
 
 _log = logging.getLogger(__name__)
@@ -63,9 +63,6 @@ _MAX_INLINE = 4096
 """Largest text in bytes that `execute` itself tokenizes, in about two milliseconds."""
 
 _TOKENIZING_THREADS = 2
-
-_PICTURE_THREADS = 16
-"""Number of requests at a time that wait for the process that encodes pictures."""
 
 _STATE_TIMEOUT_S = 5.0
 """Seconds to wait for the loop's state; after that, state requests are answered with where the loop hangs."""
@@ -112,7 +109,7 @@ class FrontEnd:
             self._in_flight, self._responses, self._budget, model.parameters.stream_interval
         )
         client.add_outbox(self._sender.wait_until_sent)
-        self._lanes = ClientLanes(_TOKENIZING_THREADS, _PICTURE_THREADS)
+        self._lanes = ClientLanes(_TOKENIZING_THREADS, PICTURE_THREADS)
         self._repetition = Repetition(
             model.parameters.repeat_log_probs,
             model.parameters.max_repeated_logits_bytes,

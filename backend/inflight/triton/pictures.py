@@ -15,6 +15,9 @@ from inflight.pictures.encoded_prompt import EncodedPrompt, PictureStats
 from inflight.server.runtime_directory import FOLDER_VARIABLE, PICTURES_SOCKET
 from inflight.tensors.pictures import Pictures
 
+PICTURE_THREADS = 16
+"""Number of a model's requests at a time that wait for the process that encodes pictures."""
+
 _PERIOD_S = 0.1
 """Seconds between two looks whether a request has been ended."""
 

@@ -12,20 +12,20 @@ from typing import Any
 from numpy.typing import NDArray
 
 from inflight.config import Role, SpecialTokens
-from inflight.errors import InvalidArgument, Name
+from inflight.errors import InvalidArgument
 from inflight.pictures.encoded_prompt import EncodedPrompt
 from inflight.tensors.picture_outputs import table_outputs
-from inflight.tensors.pictures import BlockingEncoder, read_pictures
+from inflight.tensors.pictures import OF_TEXT_MODELS, read_pictures
 from inflight.tensors.reader import TensorReader, each_row
 from inflight.tensors.text_model_tables import ENCODERS_INPUTS, ENCODERS_OUTPUTS
 from inflight.triton.metrics_on_demand import MetricsOnDemand
-from inflight.triton.models.text_models import PIXELS, URLS, TextModel
+from inflight.triton.models.text_models import TextModel
 from inflight.triton.picture_metrics import PictureMetrics
 from inflight.triton.pictures import ServerPictures
 
 
 class MultimodalEncoders(TextModel):
-    """Encodes IMAGE_BYTES or IMAGE_URL to the rows OUT_PROMPT_EMBEDDING_TABLE, of all pictures in order.
+    """Encodes IMAGE_BYTES, IMAGE_URL or IMAGES to the rows OUT_PROMPT_EMBEDDING_TABLE, of all pictures in order.
 
     The rows of a batch must have equal numbers of rows of embeddings.
     """
@@ -33,7 +33,6 @@ class MultimodalEncoders(TextModel):
     role = Role.ENCODERS
     inputs = ENCODERS_INPUTS
     outputs = ENCODERS_OUTPUTS
-    pictures: BlockingEncoder = ServerPictures()
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the tokenizer, and publish the metrics about pictures (`TextModel.initialize`)."""
@@ -52,10 +51,10 @@ class MultimodalEncoders(TextModel):
         return table_outputs(each_row([partial(self._encode, row) for row in rows]))
 
     def _encode(self, reader: TensorReader) -> EncodedPrompt:
-        sent = read_pictures(reader, PIXELS, (URLS,))
+        sent = read_pictures(reader, OF_TEXT_MODELS)
         if sent is None:
             raise InvalidArgument(
-                "a value is required for ", Name(PIXELS), ", or ", Name(URLS), ": it is missing or empty"
+                "a value is required for IMAGE_BYTES, IMAGE_URL or IMAGES: all are missing or empty"
             )
         # Virtual ids are not needed, so that they may begin anywhere.
         return sent.encode(self.pictures, "", 0, SpecialTokens.LEFT_OUT)

@@ -1,8 +1,8 @@
 """`preprocessing` and `postprocessing`: text to token ids and back, for clients that call both steps.
 
-Both models have a tokenizer and answer requests synchronously in `execute`. Owns the implementation of
-`execute`, and the guard, a process that ends the server if this process is killed. Triton calls a model on
-one thread.
+Both models have a tokenizer and answer texts synchronously in `execute`, and requests with pictures later. Owns
+the implementation of `execute`, the threads that wait for pictures, and the guard, a process that ends the server
+if this process is killed. Triton calls a model on one thread.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -19,13 +21,20 @@ from numpy.typing import NDArray
 
 from inflight.checkpoint_config import CheckpointFacts
 from inflight.config import Role
-from inflight.errors import InflightError, InvalidArgument, Unsupported, unexpected
+from inflight.errors import Cancelled, InflightError, InvalidArgument, Unsupported, unexpected
 from inflight.pictures.encoded_prompt import EncodedPrompt
 from inflight.server.guard import guard_of_front_end, keep_private
 from inflight.server.runtime_directory import note_initialized
 from inflight.serving.completion_text import TokenizerFinder
+from inflight.serving.in_flight import Ending, error_of_ending
 from inflight.tensors.picture_outputs import rotary_outputs, table_outputs
-from inflight.tensors.pictures import BlockingEncoder, SentPictures, read_pictures
+from inflight.tensors.pictures import (
+    OF_TEXT_MODELS,
+    BlockingEncoder,
+    SentPictures,
+    has_pictures,
+    read_pictures,
+)
 from inflight.tensors.reader import NUMPY_TYPES, TensorReader, decode_utf8, each_row
 from inflight.tensors.request_parameters import TIMEOUT, refuse_unread
 from inflight.tensors.requests import NO_ID
@@ -42,8 +51,8 @@ from inflight.text.text_encoder import TextEncoder
 from inflight.text.words import biased_ids
 from inflight.triton.host import import_pb_utils, log_to_triton, read_model_args
 from inflight.triton.input_arrays import input_arrays
-from inflight.triton.pictures import ServerPictures
-from inflight.triton.responses import triton_error
+from inflight.triton.pictures import PICTURE_THREADS, ServerPictures
+from inflight.triton.responses import TritonStream, triton_error
 
 _MAX_ROWS = 1 << 22
 """Largest number of rows of a prompt table if the model's sequence length is unknown. No model has longer
@@ -51,19 +60,24 @@ prompts."""
 
 _BIAS_NAMES = ("EMBEDDING_BIAS_WORDS", "EMBEDDING_BIAS_WEIGHTS")
 
-PIXELS, URLS = "IMAGE_BYTES", "IMAGE_URL"
-"""The tensors of pictures of `preprocessing` and `multimodal_encoders`."""
-
 
 class TextModel(ABC):
     """Base class of `preprocessing`, `postprocessing` and `multimodal_encoders`.
 
-    Each request gets one response; an invalid one does not affect the others.
+    Each request gets one response; an invalid one does not affect the others. Requests with pictures are answered
+    by other threads, so that texts do not wait for them.
     """
 
     role: Role
     inputs: TensorTable
     outputs: TensorTable
+    pictures: BlockingEncoder
+
+    def __init__(self) -> None:
+        """Start nothing: Triton calls `initialize` next."""
+        self._is_ending = Event()
+        self.pictures = ServerPictures(self._is_ending.is_set)
+        self._threads = ThreadPoolExecutor(PICTURE_THREADS, "inflight-pictures")
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the tokenizer. Raises ConfigError with every problem found in config.pbtxt."""
@@ -78,11 +92,13 @@ class TextModel(ABC):
         note_initialized(args["model_name"])
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """Return one response for each request, in order."""
-        return [self._answer(request) for request in requests]
+        """Return one response for each request, in order; None for a request that is answered later."""
+        return [self._unless_failed(partial(self._answer, request)) for request in requests]
 
     def finalize(self) -> None:
-        """Dismiss the guard. Triton calls this when no requests are in flight."""
+        """Answer requests whose pictures are waited for with an error, and dismiss the guard."""
+        self._is_ending.set()
+        self._threads.shutdown()
         if self._guard is not None:
             self._guard.dismiss()
 
@@ -94,21 +110,43 @@ class TextModel(ABC):
         """
 
     def _answer(self, request: Any) -> Any:
+        """Return the response to a request; None if it has pictures, after which a thread waits for them."""
+        given = json.loads(request.parameters() or "{}")
+        refuse_unread(
+            given, self.inputs, Vocabulary.TOKENS, (TIMEOUT, *self.parameters.ignored_request_parameters)
+        )
+        reader = TensorReader(input_arrays(request), self.inputs, Vocabulary.TOKENS)
+        reader.refuse_unbuilt()
+        rows, wanted = reader.rows(), frozenset(request.requested_output_names())
+        if not self._has_pictures(rows):
+            return self._response(rows, wanted)
+        final_flag = self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        stream = TritonStream(request.get_response_sender(), final_flag, self._error)
+        later = partial(self._response, [row.detached() for row in rows], wanted)
+        self._threads.submit(lambda: stream.finish(self._unless_failed(later)))
+        return None
+
+    def _has_pictures(self, rows: Sequence[TensorReader]) -> bool:
+        if OF_TEXT_MODELS.pixels not in self.inputs:
+            return False
+        return any(each_row([partial(has_pictures, row, OF_TEXT_MODELS) for row in rows]))
+
+    def _response(self, rows: Sequence[TensorReader], wanted: frozenset[str]) -> Any:
+        tensors = [
+            self._tensor(name, arrays) for name, arrays in self.convert(rows).items() if name in wanted
+        ]
+        return self._pb_utils.InferenceResponse(output_tensors=tensors)
+
+    def _unless_failed(self, answer: Callable[[], Any]) -> Any:
+        """Return what `answer` returns, or the response for the error that it raises."""
         try:
-            given = json.loads(request.parameters() or "{}")
-            refuse_unread(
-                given, self.inputs, Vocabulary.TOKENS, (TIMEOUT, *self.parameters.ignored_request_parameters)
-            )
-            reader = TensorReader(input_arrays(request), self.inputs, Vocabulary.TOKENS)
-            reader.refuse_unbuilt()
-            outputs = self.convert(reader.rows())
+            return answer()
+        except Cancelled:  # clients' cancellations are not looked for
+            return self._error(error_of_ending(Ending.UNLOAD))
         except InflightError as error:
             return self._error(error)
         except Exception as error:  # a bug that affects one request must not end the others
             return self._error(unexpected(f"{self.role.value} failed", error))
-        wanted = set(request.requested_output_names())
-        tensors = [self._tensor(name, arrays) for name, arrays in outputs.items() if name in wanted]
-        return self._pb_utils.InferenceResponse(output_tensors=tensors)
 
     def _tensor(self, name: str, arrays: Sequence[NDArray[Any]]) -> Any:
         spec = self.outputs[name]
@@ -137,14 +175,13 @@ class _EncodedRow:
 class Preprocessing(TextModel):
     """Tokenizes QUERY and the word lists, and copies the other inputs to outputs.
 
-    A batch has one row per prompt. Pictures in IMAGE_BYTES or IMAGE_URL are encoded by the server's process for
-    it, and the outputs then have everything that `tensorrt_llm` needs for the prompt.
+    A batch has one row per prompt. Pictures in IMAGE_BYTES, IMAGE_URL or IMAGES are encoded by the server's
+    process for it, and the outputs then have everything that `tensorrt_llm` needs for the prompt.
     """
 
     role = Role.PREPROCESSING
     inputs = PREPROCESSING_INPUTS
     outputs = PREPROCESSING_OUTPUTS
-    pictures: BlockingEncoder = ServerPictures()
 
     def convert(self, rows: Sequence[TensorReader]) -> Mapping[str, Sequence[NDArray[Any]]]:
         """Return the outputs, see TextModel.convert."""
@@ -177,7 +214,7 @@ class Preprocessing(TextModel):
 
     def _prompts(self, rows: Sequence[TensorReader], queries: Sequence[str]) -> list[_EncodedRow]:
         virtual = each_row([partial(self._virtual_ids, row) for row in rows])
-        sent = each_row([partial(read_pictures, row, PIXELS, (URLS,)) for row in rows])
+        sent = each_row([partial(read_pictures, row, OF_TEXT_MODELS) for row in rows])
         if any(sent):
             return each_row([partial(self._with_pictures, *row) for row in zip(rows, queries, sent, virtual)])
         texts = TextEncoder(self.tokenizers.require, self.parameters.add_special_tokens).prompts(queries)
