@@ -136,7 +136,7 @@ MULTIMODAL = (
     Multimodal("smolvlm", "SmolVLMForConditionalGeneration", "llama"),
     Multimodal("lfm2_vl", "Lfm2VlForConditionalGeneration", "lfm2", tied=True),
     Multimodal("voxtral", "VoxtralForConditionalGeneration", "llama", inputs="sound"),
-    Multimodal("llama4", "Llama4ForConditionalGeneration", "llama4_text"),
+    Multimodal("llama4", "Llama4ForConditionalGeneration", "llama4_text", tied_by_text=True),
 )
 
 # Families of text parts whose model_type is not the name of a family.
