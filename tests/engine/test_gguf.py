@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +29,7 @@ from inflight.models.sharding import Part
 from inflight.text.tokenizer import Tokenizer
 from tests.engine.driver import alone, load_engine
 from tests.engine.kernels import needs_native
+from tests.engine.llama_cpp_tokens import llama_cpp_tokens, needs_llama_cpp
 from tests.engine.ranks import ranks
 from tests.engine.serving import config_of, serve, to_torch
 from tests.models.gguf_files import CASES, write, write_model
@@ -41,8 +39,6 @@ from tests.tiers import with_all
 
 DEMO_MODEL = Path(__file__).parents[2] / "model_repository" / "tensorrt_llm" / "1" / "demo_model"
 CPU = torch.device("cpu")
-LLAMA_CPP_PYTHON = os.environ.get("INFLIGHT_LLAMA_CPP_PYTHON")
-"""The interpreter of an environment with llama-cpp-python."""
 
 
 @pytest.fixture(autouse=True)
@@ -184,7 +180,7 @@ def test_files_that_hold_no_whole_model_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"m\.gguf is not a complete GGUF file"):
             find_checkpoint(str(path))
     for architecture, key, value, said in (
-        ("rwkv6", None, None, r"'general\.architecture' is 'rwkv6', expected one of llama, qwen2"),
+        ("rwkv6", None, None, r"'general\.architecture' is 'rwkv6', expected one of llama, llama4"),
         ("llama", "general.type", "adapter", r"'general\.type' is 'adapter', expected 'model'"),
         ("llama", None, None, r"'llama\.embedding_length' is missing, expected an integer >= 1"),
     ):
@@ -319,7 +315,7 @@ FILE_TYPES = {"Q4_0": 2, "Q8_0": 7, "Q4_K_M": 15, "Q6_K": 18}
 """Types of whole files, with llama.cpp's numbers; some of a file's matrices have other types."""
 
 
-@pytest.mark.skipif(LLAMA_CPP_PYTHON is None, reason="INFLIGHT_LLAMA_CPP_PYTHON names no interpreter")
+@needs_llama_cpp
 def test_the_demo_models_tokens_are_those_of_llama_cpp(tmp_path: Path) -> None:
     """Tokens of the file in F32 are equal. llama.cpp rounds the inputs of quantized matrices to 8 bits, so it may
     choose another token of almost the same likelihood. The log has the number of equal tokens."""
@@ -328,13 +324,7 @@ def test_the_demo_models_tokens_are_those_of_llama_cpp(tmp_path: Path) -> None:
     write_model(source, "llama", oracle, "F32", vocab__size=oracle.config.vocab_size)
     prompts = [Tokenizer.from_dir(DEMO_MODEL).encode(text) for text in CODE]
     files = {str(tmp_path / f"{name}.gguf"): number for name, number in FILE_TYPES.items()}
-    given = {"source": str(source), "files": files, "prompts": prompts, "num_tokens": 64}
-    program = Path(__file__).with_name("llama_cpp_program.py")
-    done = subprocess.run(
-        [str(LLAMA_CPP_PYTHON), str(program), json.dumps(given)], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    for path, answers in json.loads(done.stdout).items():
+    for path, answers in llama_cpp_tokens(source, prompts, 64, files).items():
         for dtype in ("float32",) if path == str(source) else ("float32", None):
             engine = load_engine(find_checkpoint(path), dtype=dtype)
             rows = [alone(engine, prompt, 64) for prompt in prompts]

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFReader
+from safetensors.numpy import load_file, save_file
+from transformers import Llama4TextConfig
 
 from inflight.core.request.request import Request
 from inflight.errors import ConfigError
@@ -20,14 +22,16 @@ from inflight.gguf import folder as gguf_folder
 from inflight.gguf.architectures import ARCHITECTURES
 from inflight.hub import find_checkpoint
 from inflight.models.checkpoint import Checkpoint
+from inflight.models.decoder_config import AttentionTemperature
 from inflight.models.fitting import fitted
 from inflight.models.levels import MatrixKind
 from inflight.models.loader import check_weights, quantized_kinds
 from inflight.models.registry import read_model_description
 from tests.engine.driver import alone, load_engine
+from tests.engine.llama_cpp_tokens import llama_cpp_tokens, needs_llama_cpp
 from tests.engine.ranks import ranks
 from tests.engine.serving import config_of, serve
-from tests.models.gguf_converter import CONVERTED, convert
+from tests.models.gguf_converter import CONVERTED, as_published, convert
 from tests.models.gguf_files import CASES
 from tests.models.zoo import make_model
 from tests.tiers import with_all
@@ -66,6 +70,8 @@ def test_logits_equal_those_of_the_converted_model(tmp_path: Path, case: str) ->
         ("gpt-oss", (2, 1)),
         ("apertus", (2, 1)),
         ("falcon-h1", (2, 1)),
+        ("llama4", (2, 1)),
+        ("kimi-linear", (2, 1)),
         ("gemma3n", (1, 2)),
         ("gemma4-shared", (1, 2)),
         ("apertus", (1, 2)),
@@ -114,6 +120,34 @@ def test_an_architecture_may_stand_for_several_families(
     assert CONVERTED[case][0] == architecture
     config = json.loads((find_checkpoint(str(model.folder)) / "config.json").read_text())
     assert config["model_type"] == model_type
+
+
+@pytest.mark.parametrize(("case", "num_experts"), [("llama4", 6), ("llama4-maverick", 128)])
+def test_what_a_file_of_llama4_does_not_state_is_as_published(
+    tmp_path: Path, case: str, num_experts: int
+) -> None:
+    """The defaults of transformers are the numbers of Scout. Maverick has 128 experts, and no norms."""
+    model, published = convert(tmp_path / "m.gguf", case), Llama4TextConfig()
+    decoder = read_model_description(find_checkpoint(str(model.folder))).decoder
+    assert decoder.experts is not None and decoder.experts.count == num_experts
+    assert decoder.qk_norm == (None if num_experts == 128 else "unweighted")
+    rotates = published.no_rope_layers[: decoder.num_layers]
+    chunk = published.attention_chunk_size
+    assert [rope is not None for rope in decoder.ropes] == [bool(each) for each in rotates]
+    assert decoder.attention_chunks == tuple(chunk if rotated else None for rotated in rotates)
+    temperature = AttentionTemperature(published.attn_scale, published.floor_scale, 1, is_everywhere=False)
+    assert decoder.attention_temperature == temperature
+
+
+def test_a_file_of_llama4_without_chunks_or_experts_is_refused(tmp_path: Path) -> None:
+    """llama.cpp's converter writes such files of MobileLLM, and llama.cpp does not load them."""
+    for keys, said in (
+        ({"attention.sliding_window": 0}, r"'llama4\.attention\.sliding_window' is 0, expected no such key"),
+        ({"expert_count": 0}, r"'llama4\.expert_count' is 0, expected an integer >= 1"),
+    ):
+        model = convert(tmp_path / "m.gguf", "llama4", more_keys=keys)
+        with pytest.raises(ConfigError, match=rf"m\.gguf: key {said}"):
+            find_checkpoint(str(model.folder))
 
 
 def test_experts_in_mxfp4_stay_in_4_bits(tmp_path: Path) -> None:
@@ -181,6 +215,21 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek-v3": {"scoring_func": "sigmoid"},
     "minimax-m2": {"rotary_dim": 6, "scoring_func": "sigmoid"},
     "mistral-small": {"architectures": ["Mistral3ForConditionalGeneration"]},
+    "hunyuan-moe": {"moe_intermediate_size": [96] * 3, "moe_topk": [2] * 3, "num_shared_expert": [1] * 3},
+    "falcon-h1": {"head_dim": 8},
+    "falcon-h1-norm": {"head_dim": 8},
+    "kimi-linear": {
+        "first_k_dense_replace": 1,
+        "linear_attn_config": {
+            "num_heads": 8,
+            "head_dim": 12,
+            "short_conv_kernel_size": 4,
+            "full_attn_layers": [2],
+            "kda_layers": [1, 3],
+        },
+        "moe_router_activation_func": "sigmoid",
+        "rope_theta": 10000.0,
+    },
 }
 """Keys that the config.json of published models has, and transformers does not write."""
 COMPARED = [case for case in CONVERTED if case not in ("nemotron-h-dense", "qwen3-vl-moe")]
@@ -200,6 +249,8 @@ def test_the_files_are_those_of_llama_cpps_converter(tmp_path: Path) -> None:
         make_model(folder, base, changes=changes)
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | PUBLISHED.get(case, {})))
+        if case == "kimi-linear":
+            _name_as_published(folder / "model.safetensors")
         vocabulary = {str(token): token for token in range(model.oracle.config.get_text_config().vocab_size)}
         tokenizer = {
             "model": {"vocab": vocabulary},
@@ -220,11 +271,38 @@ def test_the_files_are_those_of_llama_cpps_converter(tmp_path: Path) -> None:
             np.testing.assert_allclose(found[name], numbers, 1e-6, err_msg=f"{case} {name}")
 
 
+OTHER_IN_LLAMA_CPP = {
+    "gpt-oss": "bounds of YaRN are rounded",
+    "exaone4": "windows are only in models of 64 layers",
+    "deepseek-v2": "groups of experts are chosen as in DeepSeek V3",
+    "gemma3n": "files load only if they have the published models' sizes",
+}
+"""Cases that llama.cpp does not compute as transformers does, with the difference."""
+
+
+@needs_llama_cpp
+def test_tokens_are_those_of_llama_cpp(tmp_path: Path) -> None:
+    for case in CONVERTED:
+        if case in OTHER_IN_LLAMA_CPP:
+            continue
+        model = convert(tmp_path / f"{case}.gguf", case)
+        row = alone(load_engine(find_checkpoint(str(model.folder)), dtype="float32"), model.prompt(40), 6)
+        assert llama_cpp_tokens(model.folder, [model.prompt(40)], 6)[str(model.folder)] == [row.generated], (
+            case
+        )
+
+
+def _name_as_published(file: Path) -> None:
+    """Give the MLP of layers without experts the name that published models of Kimi Linear have."""
+    tensors = load_file(file)
+    save_file({as_published(name): tensor for name, tensor in tensors.items()}, file)
+
+
 def _keys_of(file: GGUFReader) -> dict[str, Any]:
-    """Return the keys and values of the architecture, without those that have no effect."""
+    """Return the keys and values of the architecture and of xIELU, without those that have no effect."""
     architecture = file.fields["general.architecture"].contents()
     return {
         key: field.contents()
         for key, field in file.fields.items()
-        if key.startswith(f"{architecture}.") and not key.endswith(IGNORED)
+        if key.startswith((f"{architecture}.", "xielu.")) and not key.endswith(IGNORED)
     }

@@ -30,10 +30,23 @@ _GEMMA4 = {**_TIED, "bos_token_id": 3}
 _DELTA = {"initializer_range": 0.1, "linear_key_head_dim": 16}
 
 _STEPS = {"time_step_min": 0.001}
+_OF_LLAMA4 = {"no_rope_layers": None, "attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1}
 _MIXED = ["linear_attention", "moe", "full_attention", "linear_attention", "moe"]
 
 CONVERTED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixtral": ("llama", "mixtral", {}),
+    "llama4": ("llama4", "llama4", {**_OF_LLAMA4, "num_hidden_layers": 5, "moe_layers": None}),
+    "llama4-maverick": (
+        "llama4",
+        "llama4-no-norms",
+        {
+            **_OF_LLAMA4,
+            "num_hidden_layers": 4,
+            "num_local_experts": 128,
+            "no_rope_layer_interval": 4,
+            "attn_temperature_tuning": True,
+        },
+    ),
     "qwen2-moe": ("qwen2moe", "qwen2-moe", {"mlp_only_layers": []}),
     "qwen3-moe": ("qwen3moe", "qwen3-moe", {"decoder_sparse_step": 1}),
     "qwen3-next": ("qwen3next", "qwen3-next", _DELTA),
@@ -69,6 +82,11 @@ CONVERTED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "glm4-moe-lite": ("deepseek2", "glm4-moe-lite", {}),
     "deepseek-v2": ("deepseek2", "deepseek-v2", {"rope_parameters": _YARN}),
     "deepseek-v3": ("deepseek2", "deepseek-v3", {"rope_parameters": _YARN}),
+    "kimi-linear": (
+        "kimi-linear",
+        "kimi-linear",
+        {"linear_num_heads": 8, "num_expert_group": 1, "topk_group": 1},
+    ),
     "qwen2.5-vl": ("qwen2vl", "qwen2.5-vl", {}),
     "qwen3-vl": ("qwen3vl", "qwen3-vl", {}),
     "qwen3-vl-moe": ("qwen3vlmoe", "qwen3-vl-moe", {"mlp_only_layers": []}),
@@ -127,9 +145,11 @@ def convert(
     }
     config = SimpleNamespace(**beside | of_text.to_dict())
     writer = GGUFWriter(path, architecture)
-    own_keys = {**keys_of(architecture, config), **_xielu_keys(tensors), **(more_keys or {})}
+    own_keys = {**keys_of(architecture, config), **(more_keys or {})}
     for key, value in own_keys.items():
         _add_key(writer, f"{architecture}.{key}", value)
+    for key, value in _xielu_keys(tensors).items():
+        _add_key(writer, key, value)
     writer.add_tokenizer_model("no_vocab")
     writer.add_eos_token_id(config.eos_token_id)
     for name, numbers in {**_converted(architecture, config, tensors), **(further or {})}.items():
@@ -222,12 +242,13 @@ def _before_bias(found: re.Match[str]) -> str:
 
 
 def _extra_tensors(architecture: str, config: Any) -> dict[str, np.ndarray]:
-    if architecture == "apertus":
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "llama3":
         return {"rope_freqs.weight": llama3_factors(config)}
     if architecture != "gemma4":
         return {}
     half = full_sizes(config)["head_dim"] // 2
-    rotated = int(half * config.rope_parameters["full_attention"]["partial_rotary_factor"])
+    rotated = int(half * rope["full_attention"]["partial_rotary_factor"])
     return {"rope_freqs.weight": np.array([1.0] * rotated + [1e30] * (half - rotated), np.float32)}
 
 
@@ -280,6 +301,17 @@ def _gpt_oss(config: Any, name: str, tensor: np.ndarray) -> _Tensors:
         return
     yield f"{before}experts.gate_proj{suffix}", tensor[:, ::2]
     yield f"{before}experts.up_proj{suffix}", tensor[:, 1::2]
+
+
+def _llama4(config: Any, name: str, tensor: np.ndarray) -> _Tensors:
+    stack = re.search(r"experts\.(gate_up|down)_proj$", name)
+    if stack is None:
+        yield name, tensor
+        return
+    before, tensor = name[: stack.start()], tensor.swapaxes(1, 2)
+    parts = {"down": tensor} if stack[1] == "down" else dict(zip(("gate", "up"), np.split(tensor, 2, axis=1)))
+    for part, numbers in parts.items():
+        yield f"{before}experts.{part}_proj.weight", numbers
 
 
 def _qwen3_vl_moe(config: Any, name: str, tensor: np.ndarray) -> _Tensors:
@@ -384,7 +416,21 @@ def _deepseek2(config: Any, name: str, tensor: np.ndarray) -> _Tensors:
     yield f"blk.{layer[1]}.attn_v_b.weight", values
 
 
+def _kimi_linear(config: Any, name: str, tensor: np.ndarray) -> _Tensors:
+    if name.endswith("_conv1d.weight"):
+        yield name, tensor.reshape(1, -1, 1, config.linear_conv_kernel_dim)
+        return
+    yield from _deepseek2(config, as_published(name), tensor)
+
+
+def as_published(name: str) -> str:
+    """Return a tensor's name in published models of Kimi Linear. transformers writes the MLP of a layer without
+    experts below the name of experts."""
+    return re.sub(r"block_sparse_moe\.((?:gate|up|down)_proj)", r"mlp.\1", name)
+
+
 _CHANGES: dict[str, Callable[[Any, str, np.ndarray], _Tensors]] = {
+    "llama4": _llama4,
     "qwen3next": _qwen3_next,
     "qwen35": _qwen35,
     "qwen35moe": _qwen35,
@@ -399,4 +445,5 @@ _CHANGES: dict[str, Callable[[Any, str, np.ndarray], _Tensors]] = {
     "nemotron_h": _nemotron_h,
     "nemotron_h_moe": _nemotron_h,
     "deepseek2": _deepseek2,
+    "kimi-linear": _kimi_linear,
 }

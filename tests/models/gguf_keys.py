@@ -22,7 +22,7 @@ def _common_keys(config: Any) -> dict[str, Any]:
     found = {
         "vocab_size": config.vocab_size,
         "block_count": config.num_hidden_layers,
-        "context_length": config.max_position_embeddings,
+        "context_length": _first(config, "max_position_embeddings", "model_max_length"),
         "embedding_length": config.hidden_size,
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
@@ -32,7 +32,7 @@ def _common_keys(config: Any) -> dict[str, Any]:
         "attention.layer_norm_rms_epsilon": _first(config, "rms_norm_eps", "norm_eps"),
         "attention.layer_norm_epsilon": _first(config, "layer_norm_eps", "norm_epsilon"),
         "expert_count": _first(config, "num_local_experts", "num_experts", "n_routed_experts"),
-        "expert_used_count": _first(config, "num_experts_per_tok", "top_k_experts"),
+        "expert_used_count": _first(config, "num_experts_per_tok", "num_experts_per_token", "top_k_experts"),
         "expert_group_count": _first(config, "n_group"),
         "expert_group_used_count": _first(config, "topk_group"),
         "attention.key_length": (head_dim := _first(config, "head_dim")),
@@ -248,6 +248,36 @@ def _deepseek2_keys(config: Any) -> dict[str, Any]:
     return found
 
 
+def _llama4_keys(config: Any) -> dict[str, Any]:
+    return {
+        "feed_forward_length": config.intermediate_size_mlp,
+        "expert_feed_forward_length": config.intermediate_size,
+        "interleave_moe_layer_step": config.interleave_moe_layer_step,
+        "rope.dimension_count": config.head_dim,
+    }
+
+
+def _kimi_linear_keys(config: Any) -> dict[str, Any]:
+    rotated = config.qk_rope_head_dim
+    return {
+        "attention.head_count_kv": [int(kind == "full_attention") for kind in config.layer_types],
+        "attention.q_lora_rank": config.q_lora_rank,
+        "attention.kv_lora_rank": config.kv_lora_rank,
+        "attention.key_length": config.kv_lora_rank + rotated,
+        "attention.key_length_mla": config.qk_nope_head_dim + rotated,
+        "attention.value_length_mla": config.v_head_dim,
+        "rope.dimension_count": rotated,
+        "rope.freq_base": 10000.0,
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "kda.head_dim": config.linear_head_dim,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_count": config.num_shared_experts,
+        "expert_gating_func": 2,
+        "expert_weights_scale": config.routed_scaling_factor,
+        "leading_dense_block_count": config.mlp_layer_types.count("dense"),
+    }
+
+
 def _sections_keys(config: Any) -> dict[str, Any]:
     """Return the keys of a vision-language model's text part."""
     sections = [*config.rope_parameters["mrope_section"], 0]
@@ -269,7 +299,10 @@ def _hunyuan_moe_keys(config: Any) -> dict[str, Any]:
 
 
 def _falcon_h1_keys(config: Any) -> dict[str, Any]:
+    head_dim = config.hidden_size // config.num_attention_heads
     return {
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
         "ssm.conv_kernel": config.mamba_d_conv,
         "ssm.state_size": config.mamba_d_state,
         "ssm.group_count": config.mamba_n_groups,
@@ -280,9 +313,8 @@ def _falcon_h1_keys(config: Any) -> dict[str, Any]:
 
 def llama3_factors(config: Any) -> np.ndarray:
     """Return the factor of each rotary frequency with the scaling of Llama 3."""
-    found = transformers.LlamaConfig(
-        head_dim=config.hidden_size // config.num_attention_heads, rope_parameters=config.rope_parameters
-    )
+    head_dim = _first(config, "head_dim") or config.hidden_size // config.num_attention_heads
+    found = transformers.LlamaConfig(head_dim=head_dim, rope_parameters=config.rope_parameters)
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](found, "cpu")
     steps = torch.arange(0, 2 * len(scaled), 2) / (2 * len(scaled))
     return (config.rope_parameters["rope_theta"] ** -steps / scaled).numpy()
@@ -302,6 +334,7 @@ def _ernie_moe_keys(config: Any) -> dict[str, Any]:
 
 _KEYS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "llama": lambda config: {"rope.dimension_count": config.hidden_size // config.num_attention_heads},
+    "llama4": _llama4_keys,
     "qwen2moe": _moe_keys,
     "qwen3moe": _moe_keys,
     "qwen3next": lambda config: _delta_keys(config) | _moe_keys(config),
@@ -340,6 +373,7 @@ _KEYS: dict[str, Callable[[Any], dict[str, Any]]] = {
     },
     "glm4moe": _glm4_moe_keys,
     "deepseek2": _deepseek2_keys,
+    "kimi-linear": _kimi_linear_keys,
     "arcee": lambda config: {"rope.dimension_count": config.hidden_size // config.num_attention_heads},
     "ernie4_5-moe": _ernie_moe_keys,
     "minimax-m2": lambda config: {

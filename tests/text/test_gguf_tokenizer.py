@@ -193,8 +193,8 @@ def test_the_chat_template_and_named_ones_are_those_of_the_file(tmp_path: Path) 
         ("llama", {"model": "rwkv"}, r"'tokenizer\.ggml\.model' is 'rwkv', expected llama, gpt2 or gemma4"),
         (
             "llama",
-            {"pre": "kimi-k2"},
-            r"'tokenizer\.ggml\.pre' is 'kimi-k2', expected one of default, gpt-2",
+            {"pre": "grok-2"},
+            r"'tokenizer\.ggml\.pre' is 'grok-2', expected one of default, gpt-2",
         ),
         ("qwen2", {"pre": "llama-bpe"}, r"'tokenizer\.ggml\.pre' is 'llama-bpe', expected one of qwen2"),
         ("llama", {"eos_token_id": 3}, r"'tokenizer\.ggml\.eos_token_id' is 3, expected an id below 3"),
@@ -215,6 +215,7 @@ def test_a_tokenizer_that_is_not_read_is_refused(
     ("pre", "words"),
     [
         ("deepseek-v3", ["Ġ", "123", "45", "Ġcafé", "東京", "x", "!?\n"]),
+        ("kimi-k2", ["Ġ", "123", "45", "Ġcafé", "東京", "x", "!?\n"]),
         ("seed-coder", ["Ġ", "1", "2", "3", "4", "5", "Ġcafé東京x", "!?", "\n"]),
         ("glm4", ["Ġ", "123", "45", "Ġcafé東京x", "!?\n"]),
         ("refact", ["Ġ", "1", "2", "3", "4", "5", "Ġcafé東京x", "!?", "\n"]),

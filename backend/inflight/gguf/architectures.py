@@ -32,6 +32,7 @@ class Architecture:
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", "LlamaForCausalLM", is_permuted=True),
+    "llama4": Architecture("llama4_text", "Llama4ForCausalLM"),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
     "qwen2vl": Architecture("qwen2", "Qwen2ForCausalLM"),
@@ -65,6 +66,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "glm4": Architecture("glm4", "Glm4ForCausalLM"),
     "glm4moe": Architecture("glm4_moe", "Glm4MoeForCausalLM"),
     "deepseek2": Architecture("deepseek_v3", "DeepseekV3ForCausalLM"),
+    "kimi-linear": Architecture("kimi_linear", "KimiLinearForCausalLM"),
     "hunyuan-dense": Architecture("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM"),
     "hunyuan-moe": Architecture("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM"),
     "seed_oss": Architecture("seed_oss", "SeedOssForCausalLM"),

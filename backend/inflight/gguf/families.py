@@ -6,19 +6,29 @@ from collections.abc import Callable, Mapping
 from statistics import NormalDist
 
 from inflight.gguf.keys import ArchitectureKeys
+from inflight.gguf.parts import (
+    SIGMOID,
+    SOFTMAX,
+    read_experts,
+    read_granite_factors,
+    read_latent_attention,
+    read_layer_types,
+    read_normalized_experts,
+    read_routed_experts,
+    shared_expert_width,
+)
+from inflight.gguf.recurrent_families import RECURRENT_READERS
 from inflight.gguf.rope import read_scaling
 from inflight.json_values import Json
 
 _BIGGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
 """Number of layers of the 27B models, whose attention scale is computed from hidden_size / heads."""
-_SOFTMAX, _SIGMOID = 1, 2
-"""llama.cpp's numbers of the functions that make probabilities of experts' scores."""
 
-XIELU = ("alpha_p", "alpha_n", "beta", "eps")
-"""Parameters of the activation xIELU, which a file has as keys."""
+XIELU = ("xielu.alpha_p", "xielu.alpha_n", "xielu.beta", "xielu.eps")
+"""Keys of a file with the parameters of the activation xIELU; they do not have the architecture's prefix."""
 PARTLY_ROTATED = ("phi3", "qwen35", "qwen35moe", "qwen3next", "glm4", "glm4moe", "stablelm")
 """Architectures whose heads may be rotated in part, by `partial_rotary_factor`."""
-OWN_HEADS = ("gemma4", "deepseek2", "minimax-m2", "nemotron_h", "nemotron_h_moe")
+OWN_HEADS = ("gemma4", "deepseek2", "kimi-linear", "minimax-m2", "nemotron_h", "nemotron_h_moe")
 """Architectures whose readers read the sizes of heads themselves."""
 
 
@@ -26,12 +36,37 @@ def _llama(section: ArchitectureKeys) -> Json:
     """Return the keys of Llama, Mistral and Mixtral, which the architecture does not tell apart."""
     if section.size_or_none("expert_count") is None:
         return {"attention_bias": section.has_tensor("attn_q.bias")}
-    section.expect("expert_gating_func", None, _SOFTMAX)
+    section.expect("expert_gating_func", None, SOFTMAX)
     counts = {
         "num_local_experts": section.size("expert_count"),
         "num_experts_per_tok": section.size("expert_used_count"),
     }
     return {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], **counts}
+
+
+def _llama4(section: ArchitectureKeys) -> Json:
+    """Return the keys of Llama 4.
+
+    A file does not state the layers without positions, the chunks and the temperature of attention, and whether
+    queries and keys are normalized. They are as in llama.cpp, which has the published models' values in its code.
+    """
+    section.expect("expert_gating_func", None, SIGMOID)
+    section.expect("attention.sliding_window", None)  # 0 in files of MobileLLM, which has no experts
+    num_experts = section.size("expert_count")
+    return {
+        "head_dim": section.size("attention.key_length"),
+        "intermediate_size": section.largest("expert_feed_forward_length"),
+        "intermediate_size_mlp": section.largest("feed_forward_length"),
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": section.size("expert_used_count"),
+        "interleave_moe_layer_step": section.size("interleave_moe_layer_step"),
+        "use_qk_norm": num_experts != 128,  # the number of Maverick's
+        "no_rope_layer_interval": 4,
+        "attention_chunk_size": 8192,
+        "attn_temperature_tuning": True,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+    }
 
 
 def _phi3(section: ArchitectureKeys) -> Json:
@@ -60,79 +95,11 @@ def _gemma(section: ArchitectureKeys) -> Json:
     return config
 
 
-def _experts(section: ArchitectureKeys, count: str = "num_experts", gating: int = _SOFTMAX) -> Json:
-    """Return the number and width of experts; `count`: the key of their number in config.json."""
-    section.expect("expert_gating_func", None, gating)
-    return {
-        count: section.size("expert_count"),
-        "num_experts_per_tok": section.size("expert_used_count"),
-        "moe_intermediate_size": section.largest("expert_feed_forward_length"),
-    }
-
-
-def _grouped_experts(section: ArchitectureKeys, gating: int) -> Json:
-    """Return the keys of experts that are chosen in groups and scaled, as DeepSeek V3's."""
-    return {
-        **_experts(section, "n_routed_experts", gating),
-        "routed_scaling_factor": section.number_or_none("expert_weights_scale") or 1.0,
-        "n_group": section.size_or_none("expert_group_count") or 1,
-        "topk_group": section.size_or_none("expert_group_used_count") or 1,
-    }
-
-
-def _shared_width(section: ArchitectureKeys) -> int:
-    """Return the width of the MLP that all tokens use beside their experts."""
-    section.size_or_none("expert_shared_feed_forward_length")  # some files state another width
-    tensors = (
-        section.header.tensors.get(f"blk.{layer}.ffn_up_shexp.weight") for layer in range(section.num_layers)
-    )
-    return next((tensor.shape[0] for tensor in tensors if tensor is not None), 0)
-
-
 def _qwen2_moe(section: ArchitectureKeys) -> Json:
     section.expect("expert_weights_norm", None, False)
     section.expect("expert_weights_scale", None, 0.0, 1.0)
-    shared = {"shared_expert_intermediate_size": _shared_width(section)}
-    return {**_experts(section), **shared, "norm_topk_prob": False}
-
-
-def _qwen3_moe(section: ArchitectureKeys) -> Json:
-    section.expect("expert_weights_norm", None, True)
-    section.expect("expert_weights_scale", None, 0.0, 1.0)
-    return {**_experts(section), "norm_topk_prob": True}
-
-
-def _qwen_delta(section: ArchitectureKeys) -> Json:
-    """Return the keys of recurrent layers, which Qwen3-Next and Qwen3.5 share."""
-    num_layers, num_values = section.num_layers, section.size("ssm.time_step_rank")
-    interval = section.size_or_none("full_attention_interval") or 4
-    recurrent = section.of_layers("attention.recurrent_layers") or [
-        (layer + 1) % interval != 0 for layer in range(num_layers)
-    ]
-    width, rest = divmod(section.size("ssm.inner_size"), num_values)
-    if rest:
-        raise section.keys.error(
-            section.name("ssm.inner_size"), f"a multiple of ssm.time_step_rank, {num_values}"
-        )
-    return {
-        "layer_types": ["linear_attention" if each else "full_attention" for each in recurrent],
-        "linear_conv_kernel_dim": section.size("ssm.conv_kernel"),
-        "linear_num_key_heads": section.size("ssm.group_count"),
-        "linear_num_value_heads": num_values,
-        "linear_key_head_dim": section.size("ssm.state_size"),
-        "linear_value_head_dim": width,
-    }
-
-
-def _qwen_delta_moe(section: ArchitectureKeys) -> Json:
-    shared = {"shared_expert_intermediate_size": _shared_width(section)}
-    return {**_qwen_delta(section), **_qwen3_moe(section), **shared}
-
-
-def _qwen35_moe(section: ArchitectureKeys) -> Json:
-    found = _qwen_delta_moe(section)
-    del found["norm_topk_prob"]  # always true in this family, which has no such key
-    return found
+    shared = {"shared_expert_intermediate_size": shared_expert_width(section)}
+    return {**read_experts(section), **shared, "norm_topk_prob": False}
 
 
 def _gpt_oss(section: ArchitectureKeys) -> Json:
@@ -145,25 +112,18 @@ def _gpt_oss(section: ArchitectureKeys) -> Json:
         "num_experts_per_tok": section.size("expert_used_count"),
         "intermediate_size": section.largest("expert_feed_forward_length"),
         "sliding_window": section.size("attention.sliding_window"),
-        "layer_types": _types(section, every=2),
+        "layer_types": read_layer_types(section, every=2),
         "rope_scaling": None,
         "rope_parameters": {"rope_theta": theta, **scaling},
     }
 
 
-def _types(section: ArchitectureKeys, every: int) -> list[str]:
-    """Return the types of layers, by default with a window in all but every `every`-th layer."""
-    pattern = section.of_layers("attention.sliding_window_pattern")
-    if pattern is None or type(pattern[0]) is int:
-        period = pattern[0] if pattern else every
-        pattern = [layer % period < period - 1 for layer in range(section.num_layers)]
-    return ["sliding_attention" if slides else "full_attention" for slides in pattern]
-
-
 def _gemma3n(section: ArchitectureKeys) -> Json:
     """Return the keys of Gemma 3n. The file has each layer's quantile instead of its fraction of zero gates."""
     tensors, normal = section.header.tensors, NormalDist()
-    quantiles = section.numbers("activation_sparsity_scale") or [float("-inf")] * section.num_layers
+    quantiles = (
+        section.numbers(section.name("activation_sparsity_scale")) or [float("-inf")] * section.num_layers
+    )
     inputs, laurel = tensors.get("per_layer_token_embd.weight"), tensors.get("blk.0.laurel_l.weight")
     if inputs is None or laurel is None:
         raise section.keys.error(
@@ -172,7 +132,7 @@ def _gemma3n(section: ArchitectureKeys) -> Json:
     return {
         "head_dim": section.size("attention.key_length"),
         "intermediate_size": section.of_layers("feed_forward_length"),
-        "layer_types": _types(section, every=5),
+        "layer_types": read_layer_types(section, every=5),
         "num_kv_shared_layers": section.count("attention.shared_kv_layers"),
         "sliding_window": section.size("attention.sliding_window"),
         "hidden_size_per_layer_input": section.size("embedding_length_per_layer_input"),
@@ -192,7 +152,7 @@ def _gemma3n(section: ArchitectureKeys) -> Json:
 
 def _gemma4(section: ArchitectureKeys) -> Json:
     """Return the keys of Gemma 4, whose full layers have wider and fewer heads than the others."""
-    types = _types(section, every=6)
+    types = read_layer_types(section, every=6)
     kv_heads = section.of_layers("attention.head_count_kv") or []
     widths = section.of_layers("feed_forward_length") or []
     wide, narrow = section.size("attention.key_length"), section.size("attention.key_length_swa")
@@ -237,136 +197,14 @@ def _gemma4(section: ArchitectureKeys) -> Json:
     if inputs is not None:
         config["vocab_size_per_layer_input"] = inputs.shape[0]
     if section.size_or_none("expert_count") is not None:
-        experts = _experts(section)
+        experts = read_experts(section)
         config["top_k_experts"] = experts.pop("num_experts_per_tok")
         config.update(experts, enable_moe_block=True)
     return config
 
 
-def _short_conv(section: ArchitectureKeys) -> Json:
-    """Return the keys of LFM2, whose layers without key heads are convolutions."""
-    kv_heads = section.of_layers("attention.head_count_kv") or []
-    return {
-        "layer_types": ["full_attention" if count else "conv" for count in kv_heads],
-        "conv_L_cache": section.size("shortconv.l_cache"),
-        "conv_bias": section.has_tensor("shortconv.conv.bias"),
-        "norm_eps": section.number("attention.layer_norm_rms_epsilon"),
-    }
-
-
-def _lfm2(section: ArchitectureKeys) -> Json:
-    return {**_short_conv(section), "block_auto_adjust_ff_dim": False}
-
-
-def _lfm2_moe(section: ArchitectureKeys) -> Json:
-    section.expect("expert_weights_norm", None, True)
-    return {
-        **_short_conv(section),
-        **_experts(section, gating=_SIGMOID),
-        "num_dense_layers": section.count("leading_dense_block_count"),
-        "use_expert_bias": section.has_tensor("exp_probs_b.bias"),
-        "norm_topk_prob": True,
-        "routed_scaling_factor": section.number_or_none("expert_weights_scale") or 1.0,
-    }
-
-
 def _granite(section: ArchitectureKeys) -> Json:
-    return {
-        "attention_multiplier": section.number("attention.scale"),
-        "embedding_multiplier": section.number_or_none("embedding_scale") or 1.0,
-        "residual_multiplier": section.number_or_none("residual_scale") or 1.0,
-        "logits_scaling": section.number_or_none("logit_scale") or 1.0,
-        "attention_bias": section.has_tensor("attn_q.bias"),
-        "mlp_bias": section.has_tensor("ffn_up.bias"),
-    }
-
-
-def _granite_hybrid(section: ArchitectureKeys) -> Json:
-    """Return the keys of a Granite 4 hybrid, whose layers without key heads are Mamba-2."""
-    kv_heads = section.of_layers("attention.head_count_kv") or []
-    expand, rest = divmod(section.size("ssm.inner_size"), section.size("embedding_length"))
-    if rest:
-        raise section.keys.error(section.name("ssm.inner_size"), "a multiple of embedding_length")
-    has_positions = section.boolean("rope.scaling.finetuned", True)
-    scales = _granite(section)
-    del scales["mlp_bias"]
-    return {
-        **scales,
-        "layer_types": ["attention" if count else "mamba" for count in kv_heads],
-        "position_embedding_type": "rope" if has_positions else "nope",
-        "shared_intermediate_size": section.size("expert_shared_feed_forward_length"),
-        "num_local_experts": section.count("expert_count"),
-        "num_experts_per_tok": section.size_or_none("expert_used_count"),
-        "mamba_expand": expand,
-        **_mamba2(section),
-    }
-
-
-def _mamba2(section: ArchitectureKeys) -> Json:
-    inner, num_heads = section.size("ssm.inner_size"), section.size("ssm.time_step_rank")
-    return {
-        "mamba_n_heads": num_heads,
-        "mamba_d_head": inner // num_heads,
-        "mamba_d_state": section.size("ssm.state_size"),
-        "mamba_d_conv": section.size("ssm.conv_kernel"),
-        "mamba_n_groups": section.size("ssm.group_count"),
-        "mamba_conv_bias": section.has_tensor("ssm_conv1d.bias"),
-        "mamba_proj_bias": section.has_tensor("ssm_in.bias"),
-    }
-
-
-def _falcon_h1(section: ArchitectureKeys) -> Json:
-    """Return the keys of Falcon-H1, whose factors of activations the converter has multiplied into matrices."""
-    return {
-        **_mamba2(section),
-        "mamba_d_ssm": section.size("ssm.inner_size"),
-        "mamba_rms_norm": section.has_tensor("ssm_norm.weight"),
-        "mamba_norm_before_gate": False,
-        "projectors_bias": section.has_tensor("ssm_in.bias"),
-        "attention_bias": section.has_tensor("attn_q.bias"),
-        "mlp_bias": section.has_tensor("ffn_up.bias"),
-    }
-
-
-def _nemotron_h(section: ArchitectureKeys) -> Json:
-    """Return the keys of Nemotron-H, whose layers are told apart by their tensors."""
-    kinds = {"ssm_in": "linear_attention", "attn_q": "full_attention", "ffn_gate_inp": "moe", "ffn_up": "mlp"}
-    tensors, num_heads = section.header.tensors, section.size("ssm.time_step_rank")
-    section.size_or_none("rope.dimension_count")  # without effect: this family rotates nothing
-    head_dim = section.size("attention.key_length")
-    section.expect("attention.value_length", None, head_dim)
-    epsilon = section.number("attention.layer_norm_epsilon")
-    section.expect("attention.layer_norm_rms_epsilon", None, epsilon)
-    types = [
-        next((kind for part, kind in kinds.items() if f"blk.{layer}.{part}.weight" in tensors), "mlp")
-        for layer in range(section.num_layers)
-    ]
-    config: Json = {
-        "layers_block_type": types,
-        "head_dim": head_dim,
-        "layer_norm_epsilon": epsilon,
-        "mamba_num_heads": num_heads,
-        "mamba_head_dim": section.size("ssm.inner_size") // num_heads,
-        "ssm_state_size": section.size("ssm.state_size"),
-        "n_groups": section.size("ssm.group_count"),
-        "conv_kernel": section.size("ssm.conv_kernel"),
-        "use_conv_bias": section.has_tensor("ssm_conv1d.bias"),
-        "use_bias": section.has_tensor("ssm_in.bias"),
-        "mlp_bias": section.has_tensor("ffn_up.bias"),
-    }
-    if "mlp" in types and (up := tensors.get(f"blk.{types.index('mlp')}.ffn_up.weight")) is not None:
-        config["intermediate_size"] = up.shape[0]
-    return config | (_nemotron_experts(section) if "moe" in types else {})
-
-
-def _nemotron_experts(section: ArchitectureKeys) -> Json:
-    section.expect("expert_shared_count", None, 1)
-    return {
-        **_grouped_experts(section, _SIGMOID),
-        "moe_shared_expert_intermediate_size": _shared_width(section),
-        "moe_latent_size": section.size_or_none("moe_latent_size"),
-        "norm_topk_prob": section.boolean("expert_weights_norm", True),
-    }
+    return {**read_granite_factors(section), "mlp_bias": section.has_tensor("ffn_up.bias")}
 
 
 def _mistral3(section: ArchitectureKeys) -> Json:
@@ -388,7 +226,7 @@ def _olmo2(section: ArchitectureKeys) -> Json:
         "model_type": "olmo3",
         "architectures": ["Olmo3ForCausalLM"],
         "sliding_window": window,
-        "layer_types": _types(section, every=4),
+        "layer_types": read_layer_types(section, every=4),
         "rope_theta": None,
         "rope_scaling": None,
         "rope_parameters": {
@@ -402,7 +240,7 @@ def _olmo2(section: ArchitectureKeys) -> Json:
 
 
 def _olmoe(section: ArchitectureKeys) -> Json:
-    section.expect("expert_gating_func", None, _SOFTMAX)
+    section.expect("expert_gating_func", None, SOFTMAX)
     section.expect("expert_weights_norm", None, False)
     return {
         "num_experts": section.size("expert_count"),
@@ -416,13 +254,13 @@ def _cohere2(section: ArchitectureKeys) -> Json:
         "layer_norm_eps": section.number("attention.layer_norm_epsilon"),
         "logit_scale": section.number("logit_scale"),
         "sliding_window": section.size("attention.sliding_window"),
-        "layer_types": _types(section, every=4),
+        "layer_types": read_layer_types(section, every=4),
     }
 
 
 def _exaone4(section: ArchitectureKeys) -> Json:
     window = section.size_or_none("attention.sliding_window")
-    types = ["full_attention"] * section.num_layers if window is None else _types(section, every=4)
+    types = ["full_attention"] * section.num_layers if window is None else read_layer_types(section, every=4)
     return {"sliding_window": window, "layer_types": types}
 
 
@@ -430,18 +268,9 @@ def _glm4(section: ArchitectureKeys) -> Json:
     return {"attention_bias": section.has_tensor("attn_q.bias")}
 
 
-def _routed_experts(section: ArchitectureKeys, gating: int) -> Json:
-    """Return the keys of DeepSeek's experts."""
-    return {
-        **_grouped_experts(section, gating),
-        "n_shared_experts": section.size("expert_shared_count"),
-        "first_k_dense_replace": section.count("leading_dense_block_count"),
-    }
-
-
 def _glm4_moe(section: ArchitectureKeys) -> Json:
     return {
-        **_routed_experts(section, _SIGMOID),
+        **read_routed_experts(section, SIGMOID),
         "norm_topk_prob": section.boolean("expert_weights_norm", True),
         "attention_bias": section.has_tensor("attn_q.bias"),
         "use_qk_norm": section.has_tensor("attn_q_norm.weight"),
@@ -451,29 +280,17 @@ def _glm4_moe(section: ArchitectureKeys) -> Json:
 
 def _deepseek2(section: ArchitectureKeys) -> Json:
     """Return the keys of DeepSeek V2, or of V3, which has a bias for the choice of experts."""
-    rank, rotated = section.size("attention.kv_lora_rank"), section.size("rope.dimension_count")
-    is_absorbed = section.keys.has(section.name("attention.key_length_mla"))
-    ending = "_mla" if is_absorbed else ""
-    if is_absorbed:
-        section.expect("attention.key_length", None, rank + rotated)
-        section.expect("attention.value_length", None, rank)
-    latent = {
-        "num_key_value_heads": section.size("attention.head_count"),
-        "q_lora_rank": section.size_or_none("attention.q_lora_rank"),
-        "kv_lora_rank": rank,
-        "qk_rope_head_dim": rotated,
-        "qk_nope_head_dim": section.size(f"attention.key_length{ending}") - rotated,
-        "v_head_dim": section.size(f"attention.value_length{ending}"),
-        "attention_bias": section.has_tensor("attn_q_a.bias"),
-    }
+    latent = read_latent_attention(section)
+    if section.keys.has(section.name("attention.value_length_mla")):
+        section.expect("attention.value_length", None, latent["kv_lora_rank"])
     if section.has_tensor("exp_probs_b.bias"):
         norm = {
             "norm_topk_prob": section.boolean("expert_weights_norm", False),
             "num_nextn_predict_layers": 0,
         }
-        return {**latent, **_routed_experts(section, _SIGMOID), **norm}
+        return {**latent, **read_routed_experts(section, SIGMOID), **norm}
     section.expect("expert_weights_norm", None, False)
-    experts = _routed_experts(section, _SOFTMAX)
+    experts = read_routed_experts(section, SOFTMAX)
     method = "group_limited_greedy" if experts["n_group"] > 1 else "greedy"
     classes = {"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]}
     return {**latent, **experts, **classes, "topk_method": method}
@@ -487,7 +304,7 @@ def _hunyuan_dense(section: ArchitectureKeys) -> Json:
 
 def _hunyuan_moe(section: ArchitectureKeys) -> Json:
     section.expect("expert_shared_count", None, 1)
-    config = {**_hunyuan_dense(section), **_experts(section)}
+    config = {**_hunyuan_dense(section), **read_experts(section)}
     section.expect("expert_shared_feed_forward_length", None, config["moe_intermediate_size"])
     return config
 
@@ -509,8 +326,8 @@ def _arcee(section: ArchitectureKeys) -> Json:
 def _apertus(section: ArchitectureKeys) -> Json:
     """Return the keys of Apertus. `gguf_tensors.py` reads the parameters of its activation, keys of the file."""
     for name in XIELU:
-        if section.numbers(f"xielu.{name}") is None:
-            raise section.keys.error(section.name(f"xielu.{name}"), "a number for each layer")
+        if section.numbers(name) is None:
+            raise section.keys.error(name, "a number for each layer")
     theta = section.number_or_none("rope.freq_base") or 10000.0
     return {
         "attention_bias": section.has_tensor("attn_q.bias"),
@@ -524,20 +341,20 @@ def _ernie(section: ArchitectureKeys) -> Json:
 
 
 def _ernie_moe(section: ArchitectureKeys) -> Json:
-    experts = _experts(section, "moe_num_experts")
+    experts = read_experts(section, "moe_num_experts")
     section.size("expert_shared_count")  # some files state another number
     experts["moe_k"] = experts.pop("num_experts_per_tok")
     width = experts["moe_intermediate_size"]
     return {
         **experts,
-        "moe_num_shared_experts": _shared_width(section) // width,
+        "moe_num_shared_experts": shared_expert_width(section) // width,
         "moe_layer_start_index": section.count("leading_dense_block_count"),
         "moe_layer_interval": section.size_or_none("interleave_moe_layer_step") or 1,
     }
 
 
 def _minimax_m2(section: ArchitectureKeys) -> Json:
-    section.expect("expert_gating_func", None, _SIGMOID)
+    section.expect("expert_gating_func", None, SIGMOID)
     head_dim = section.size("attention.key_length")
     section.expect("attention.value_length", None, head_dim)
     return {
@@ -568,24 +385,17 @@ def _stablelm(section: ArchitectureKeys) -> Json:
 
 READERS: Mapping[str, Callable[[ArchitectureKeys], Json]] = {
     "llama": _llama,
+    "llama4": _llama4,
     "phi3": _phi3,
     "gemma2": _gemma,
     "gemma3": _gemma,
     "qwen2moe": _qwen2_moe,
-    "qwen3moe": _qwen3_moe,
-    "qwen3vlmoe": _qwen3_moe,
-    "qwen3next": _qwen_delta_moe,
-    "qwen35": _qwen_delta,
-    "qwen35moe": _qwen35_moe,
+    "qwen3moe": read_normalized_experts,
+    "qwen3vlmoe": read_normalized_experts,
     "gpt-oss": _gpt_oss,
     "gemma3n": _gemma3n,
     "gemma4": _gemma4,
-    "lfm2": _lfm2,
-    "lfm2moe": _lfm2_moe,
     "granite": _granite,
-    "granitehybrid": _granite_hybrid,
-    "nemotron_h": _nemotron_h,
-    "nemotron_h_moe": _nemotron_h,
     "mistral3": _mistral3,
     "olmo2": _olmo2,
     "olmoe": _olmoe,
@@ -599,10 +409,10 @@ READERS: Mapping[str, Callable[[ArchitectureKeys], Json]] = {
     "seed_oss": _seed_oss,
     "arcee": _arcee,
     "apertus": _apertus,
-    "falcon-h1": _falcon_h1,
     "ernie4_5": _ernie,
     "ernie4_5-moe": _ernie_moe,
     "minimax-m2": _minimax_m2,
     "starcoder2": _starcoder2,
     "stablelm": _stablelm,
+    **RECURRENT_READERS,
 }

@@ -68,11 +68,14 @@ class ArchitectureKeys:
             raise self.keys.error(self.name(key), f"a value for each of the {self.num_layers} layers")
         return value[: self.num_layers]
 
-    def numbers(self, key: str) -> list[float] | None:
-        """Return the numbers of a list, with one for each layer; None if the key is absent."""
-        value = self.keys.value(self.name(key))
+    def numbers(self, name: str) -> list[float] | None:
+        """Return the numbers of a list, with one for each layer; None if the key is absent.
+
+        `name` is the whole name of the key, because not all such keys have the architecture's prefix.
+        """
+        value = self.keys.value(name)
         if value is not None and (not is_list(value) or len(value) != self.num_layers):
-            raise self.keys.error(self.name(key), f"a number for each of the {self.num_layers} layers")
+            raise self.keys.error(name, f"a number for each of the {self.num_layers} layers")
         return value
 
     def largest(self, key: str) -> int:

@@ -9,6 +9,7 @@ from inflight.json_values import Json
 from inflight.word_patterns import (
     DEEPSEEK3_WORDS,
     GPT4O_WORDS,
+    KIMI_WORDS,
     LLAMA3_WORDS,
     QWEN2_WORDS,
     QWEN3_5_WORDS,
@@ -69,6 +70,7 @@ PRE_TOKENIZERS: Mapping[str | None, PreTokenizer] = {
     "tekken": PreTokenizer((TEKKEN_WORDS,), keeps_words=True, begins=True),
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), PreTokenizer((GPT4O_WORDS,))),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), PreTokenizer(DEEPSEEK3_WORDS)),
+    "kimi-k2": PreTokenizer((KIMI_WORDS,), keeps_words=True),
     "seed-coder": PreTokenizer((SEED_WORDS,)),
     **dict.fromkeys(("refact", "starcoder", "smollm"), PreTokenizer(splits_digits=True)),
     "command-r": PreTokenizer(splits_digits=True, composes=True),

@@ -68,9 +68,10 @@ def add_gguf_tensors(checkpoint: Checkpoint, model: ModelDescription) -> None:
 def _add_xielu(checkpoint: Checkpoint, model: ModelDescription) -> None:
     """Add the tensors of the layers' xIELU, which are keys of the file."""
     section = ArchitectureKeys(*read_header(gguf_files(checkpoint.folder)))
-    for parameter in XIELU:
+    for key in XIELU:
+        parameter = key.removeprefix("xielu.")
         shape = (1,) if parameter.startswith("alpha") else ()
-        for layer, number in enumerate(section.numbers(f"xielu.{parameter}") or ()):
+        for layer, number in enumerate(section.numbers(key) or ()):
             prefix = model.names.base + model.names.layers.format(layer) + model.names.activation
             tensor = torch.tensor(number, dtype=torch.float32).view(shape)
             checkpoint.add(prefix + parameter, TensorInfo(GGUF_FILE, shape, "float32"), tensor.clone)

@@ -21,7 +21,7 @@ from inflight.errors import ConfigError
 from inflight.models.decoder_weights import Linear
 from inflight.sampling.nan_check import find_peaks
 from inflight.testing.make_model import Shape, make_model
-from tests.engine.driver import alone, load_engine
+from tests.engine.driver import Driver, alone, load_engine
 from tests.engine.kernels import needs_native
 from tests.engine.pictures import Picture, make_prompt, request_of
 from tests.engine.serving import Served, serve
@@ -101,6 +101,54 @@ def test_windows_sinks_and_blocks_of_any_size_give_torchs_logits(
     ]
     torch.testing.assert_close(*(torch.stack(row.logits) for row in rows), rtol=0, atol=TOLERANCE)
     assert rows[0].generated == rows[1].generated
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("case", "settings"),
+    [
+        ("llama-gqa", {}),
+        ("llama-gqa", {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}),
+        ("neox", {}),  # parallel attention and MLP
+        ("olmo2", {}),  # norms after attention and MLP
+        ("qwen2-moe", {}),  # a shared MLP with a gate
+        ("deepseek-v3", {}),  # latent attention
+        ("qwen3.5", {}),  # gates on attention
+        ("lfm2", {}),
+    ],
+)
+def test_the_last_layer_of_sampled_rows_alone_gives_the_same_logits(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch, case: str, settings: dict[str, Any]
+) -> None:
+    """The last layer computes only rows that are sampled, unless hidden states of all rows are wanted. Chunks with
+    and without sampled rows, drafts and generation."""
+
+    def logits(computes_all: bool) -> list[torch.Tensor]:
+        engine = load_engine(zoo[case].folder, kernels="native", **settings)
+        decoder, found = engine.runner.decoder, list[torch.Tensor]()
+        compute = decoder.forward_to_logits
+
+        def note(packed: Any, cache: Any, hidden: Any) -> torch.Tensor:
+            if computes_all:
+                logits = decoder.logits(decoder.forward(packed, cache, hidden), packed.sampled_rows)
+            else:
+                logits = compute(packed, cache, hidden)
+            found.append(logits.clone())
+            return logits
+
+        monkeypatch.setattr(decoder, "forward_to_logits", note)
+        driver = Driver(engine)
+        first, second, third = (driver.start(zoo[case].prompt(length)) for length in (40, 21, 37))
+        driver.step({first: 19})
+        driver.step({first: 21, second: 10})
+        driver.step({second: 11, third: 36}, [first])
+        driver.step({third: 1, first: 1}, [second], {first: [7, 8, 9]})
+        driver.step(generation=[first, second, third])
+        return found
+
+    expected = logits(computes_all=True)
+    assert [len(each) for each in expected] == [0, 1, 2, 6, 3]
+    torch.testing.assert_close(logits(computes_all=False), expected, rtol=0, atol=0)
 
 
 @needs_native

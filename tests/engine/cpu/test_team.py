@@ -17,6 +17,7 @@ pytestmark = needs_native
 
 PROGRAM = """
 #include <dirent.h>
+#include <cstdio>
 #include "team.h"
 using namespace inflight;
 int slow_thread() {
@@ -57,6 +58,30 @@ int barriers() {
   }
   return 0;
 }
+bool is_asleep(pid_t thread) {
+  char path[64], state = 0;
+  snprintf(path, sizeof path, "/proc/self/task/%d/stat", thread);
+  FILE* file = fopen(path, "r");
+  const int num_read = fscanf(file, "%*d (%*[^)]) %c", &state);
+  fclose(file);
+  return num_read == 1 && state == 'S';
+}
+// Threads sleep at once for 2 calls after a call in which one spun in vain, and for 4 after another such call.
+int spinning() {
+  Team team(2, std::chrono::microseconds(50));
+  const pid_t caller = gettid();
+  const auto delayed_call_spins = [&] {
+    bool spins = false;
+    team.run([&](int thread) {
+      if (thread == 0) spins = team.spins();
+      while (thread == 1 && !is_asleep(caller)) std::this_thread::yield();
+    });
+    return spins;
+  };
+  for (bool expected : {true, false, false, true, false, false, false, false, true, false})
+    if (delayed_call_spins() != expected) return 1;
+  return 0;
+}
 int threads() {
   Team team(7);
   DIR* tasks = opendir("/proc/self/task");
@@ -69,6 +94,7 @@ int main(int, char** arguments) {
   switch (*arguments[1]) {
     case 's': return slow_thread();
     case 'b': return barriers();
+    case 'w': return spinning();
     default: return threads();
   }
 }
@@ -86,6 +112,10 @@ def test_other_threads_take_the_tasks_of_a_slow_one(program: Path) -> None:
 
 def test_no_thread_passes_a_barrier_before_the_others_reach_it(program: Path) -> None:
     assert exit_status(program, "barriers") == 0
+
+
+def test_threads_do_not_spin_for_some_calls_after_they_spun_in_vain(program: Path) -> None:
+    assert exit_status(program, "waiting") == 0
 
 
 def test_threads_of_a_team_are_started_when_it_is_made(program: Path) -> None:

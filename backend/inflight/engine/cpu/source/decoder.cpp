@@ -119,7 +119,7 @@ bool accept(void* decoder, const Segment* segments, int64_t count, const Stored*
 bool run_to_logits(void* decoder, const Batch* batch, Stored* x, int num_layers, const Norm* norm, const Linear* head,
                    const int64_t* indices, int64_t rows, float* out, float* highest, int64_t* tokens) {
   auto& all = *static_cast<Decoder<Element>*>(decoder);
-  if (!all.prepare(*batch) || !all.run(*batch, x, 0, num_layers, nullptr, 0)) return false;
+  if (!all.prepare(*batch, indices, rows) || !all.run(*batch, x, 0, num_layers, nullptr, 0)) return false;
   if (!all.logits(*norm, *head, x, indices, rows, out)) return false;
   all.find_peaks(out, head->columns, rows, nullptr, highest, tokens);
   return true;

@@ -68,10 +68,18 @@ class Decoder {
   }
 
   // Cuts the spans into tiles and sorts rows by their adapters; called before `run`, for all layers of a batch.
-  bool prepare(const Batch& batch) try {
+  // wanted [count]: the only rows whose output of the last layer is used; null: all rows. For the others, the last layer
+  // only stores keys and values, or advances the states. With adapters, whose rows are found by their numbers in the
+  // batch, all rows are computed.
+  bool prepare(const Batch& batch, const int64_t* wanted = nullptr, int64_t count = 0) try {
     if (batch.adapters) by_adapter_.sort(batch);
     recurrent_.prepare(batch.segments, batch.num_segments);
+    has_wanted_ = wanted && !batch.adapters;
+    wanted_.assign(wanted, wanted + (has_wanted_ ? count : 0));
+    std::sort(wanted_.begin(), wanted_.end());
+    wanted_.erase(std::unique(wanted_.begin(), wanted_.end()), wanted_.end());
     tiles_.clear();
+    wanted_tiles_.clear();
     if (shape_.latent) {
       latent_forms_.make(latent_, batch, shape_.heads, team_.size());
       latent_forms_.sort(shape_.heads, kByTiles<E>);
@@ -80,30 +88,39 @@ class Decoder {
     const int tile_rows = attention_.rows_per_tile();
     for (int64_t index = 0; index < batch.num_spans; ++index) {
       const Span& span = batch.spans[index];
-      for (int64_t begin = span.begin; begin < span.end; begin += tile_rows)
-        for (int head = 0; head < shape_.kv_heads; ++head)
-          tiles_.push_back({span, begin, std::min(begin + tile_rows, span.end), head});
+      for (int64_t begin = span.begin; begin < span.end; begin += tile_rows) {
+        const int64_t end = std::min(begin + tile_rows, span.end);
+        const auto first = std::lower_bound(wanted_.begin(), wanted_.end(), begin);
+        const bool is_wanted = first != wanted_.end() && *first < end;
+        for (int head = 0; head < shape_.kv_heads; ++head) {
+          tiles_.push_back({span, begin, end, head});
+          if (is_wanted) wanted_tiles_.push_back({span, *first, end, head});
+        }
+      }
     }
     return true;
   } catch (const std::bad_alloc&) {
     return false;
   }
 
-  // Computes layers first .. last - 1 on x [rows, hidden] in place. With `partial` it computes one half of one layer (0
-  // attention, 1 MLP), whose contribution [rows, hidden] is written to `partial`, without the output's bias.
+  // Computes layers first .. last - 1 on x [rows, hidden] in place. After `prepare` with wanted rows, `last` - 1 is the
+  // last layer. With `partial` it computes one half of one layer (0 attention, 1 MLP), whose contribution [rows, hidden]
+  // is written to `partial`, without the output's bias.
   bool run(const Batch& batch, Stored* x, int first, int last, Stored* partial, int half) {
     if (!reserve(batch, first, last)) return false;
     team_.run([&](int thread) {
       for (int index = first; index < last; ++index) {
+        Rows rows{batch.num_rows, nullptr};
+        if (has_wanted_ && index == last - 1) rows = {static_cast<int64_t>(wanted_.size()), wanted_.data()};
         if (!partial || half == 0) {
           if (layers_[index].recurrent.conv)
-            recur(index, batch, x, partial, thread);
+            recur(index, batch, rows, x, partial, thread);
           else if (shape_.latent)
-            attend_latent(index, batch, x, partial, thread);
+            attend_latent(index, batch, rows, x, partial, thread);
           else
-            attend(index, batch, x, partial, thread);
+            attend(index, batch, rows, x, partial, thread);
         }
-        if (!partial || half == 1) feed_forward(index, batch, x, partial, thread);
+        if (rows.count && (!partial || half == 1)) feed_forward(index, batch, rows, x, partial, thread);
       }
     });
     return true;
@@ -478,24 +495,26 @@ class Decoder {
   }
 
   // The end of half a layer: multiplies rows from `read_row` (as in `load_operand`), `width` elements each, applies
-  // `post_norm` and adds the result to x; with `partial`, stores the product there instead, to be summed over ranks.
+  // `post_norm` and adds the results to the rows of x; with `partial`, stores the product there instead, to be summed
+  // over ranks.
   template <class ReadRow>
-  void contribute(const Product& product, int width, int64_t rows, const Norm& post_norm, Stored* x, Stored* partial,
-                  int thread, const ReadRow& read_row) {
+  void contribute(const Product& product, int width, const Rows& rows, const Norm& post_norm, Stored* x,
+                  Stored* partial, int thread, const ReadRow& read_row) {
+    if (!rows.count) return;
     const int hidden = shape_.hidden;
-    const Tasks tasks = tasks_of(product, rows);
-    load_operand(product, tasks, rows, width, thread, read_row);
+    const Tasks tasks = tasks_of(product, rows.count);
+    load_operand(product, tasks, rows.count, width, thread, read_row);
     if (partial) {
       multiply_into(product, tasks, thread, partial, hidden, false);
     } else if (post_norm.weight) {
       multiply_into(product, tasks, thread, given_.get(), hidden);
       team_.barrier();
-      const Share share(rows, thread, team_.size());
-      for (int64_t row = share.begin; row < share.end; ++row)
-        add_normalized(post_norm, given_.get() + row * hidden, x + row * hidden);
+      const Share share(rows.count, thread, team_.size());
+      for (int64_t i = share.begin; i < share.end; ++i)
+        add_normalized(post_norm, given_.get() + i * hidden, x + rows[i] * hidden);
     } else {
       multiply_by(product, tasks, thread, [&](int row, int panel, Floats low, Floats high) {
-        Stored* target = x + static_cast<int64_t>(row) * hidden + panel * kPanel;
+        Stored* target = x + rows[row] * hidden + panel * kPanel;
         const int left = hidden - panel * kPanel;
         if (left >= kPanel) {
           add_to(target, low);
@@ -525,62 +544,61 @@ class Decoder {
     E::store(x, fmadd(given, floats(shape_.residual_scale), E::load(x, mask)), mask);
   }
 
-  void attend(int index, const Batch& batch, Stored* x, Stored* partial, int thread) {
+  void attend(int index, const Batch& batch, const Rows& rows, Stored* x, Stored* partial, int thread) {
     const Layer& layer = layers_[index];
     const Product qkv_of_x{layer.qkv, batch.adapters, index, &LayerAdapter::qkv};
     const Product output{layer.output, batch.adapters, index, &LayerAdapter::output};
-    const int64_t rows = batch.num_rows;
     const int width = qkv_width();
     Stored *qkv = qkv_.get() + gate_width(), *read = read_.get();
-    load_normalized(qkv_of_x, layer.attention_norm, rows, thread, [&](int64_t row) {
+    load_normalized(qkv_of_x, layer.attention_norm, batch.num_rows, thread, [&](int64_t row) {
       const Stored* own = x + row * shape_.hidden;
       if (shape_.is_parallel) std::memcpy(before_.get() + row * shape_.hidden, own, shape_.hidden * sizeof *own);
       return own;
     });
-    multiply_into(qkv_of_x, tasks_of(qkv_of_x, rows), thread, qkv_.get(), width);
+    multiply_into(qkv_of_x, tasks_of(qkv_of_x, batch.num_rows), thread, qkv_.get(), width);
     team_.barrier();
-    const Share share(rows, thread, team_.size());
+    const Share share(batch.num_rows, thread, team_.size());
     for (int64_t row = share.begin; row < share.end; ++row) place(layer, batch, row, qkv + row * width);
-    team_.deal(static_cast<int64_t>(tiles_.size()), thread);
+    const std::vector<Tile>& tiles = rows.numbers ? wanted_tiles_ : tiles_;
+    team_.deal(static_cast<int64_t>(tiles.size()), thread);
     team_.barrier();
     AttentionShape attention = attention_;
     attention.recent = layer.recent;
     attention.sinks = layer.sinks;
     attention.learned_sinks = layer.learned_sinks;
     attention.ends = layer.is_bidirectional ? batch.ends : nullptr;
-    read_cache(layer, batch, attention, qkv, read, thread);
+    read_cache(layer, batch, tiles, attention, qkv, read, thread);
     team_.barrier();
     contribute(output, read_width(), rows, layer.attention_post_norm, x, partial, thread,
-               [&](int64_t row, Stored* scratch) -> const Stored* {
-      const Stored* own = read + row * read_width();
+               [&](int64_t i, Stored* scratch) -> const Stored* {
+      const Stored* own = read + rows[i] * read_width();
       if (!shape_.gates_attention) return own;
-      const Stored* gates = qkv_.get() + row * width;
-      for (int i = 0; i < read_width(); i += kLanes) {
-        const Mask mask = first_lanes(read_width() - i);
-        E::store(scratch + i, mul(E::load(own + i, mask), sigmoid_ps(E::load(gates + i, mask))), mask);
+      const Stored* gates = qkv_.get() + rows[i] * width;
+      for (int at = 0; at < read_width(); at += kLanes) {
+        const Mask mask = first_lanes(read_width() - at);
+        E::store(scratch + at, mul(E::load(own + at, mask), sigmoid_ps(E::load(gates + at, mask))), mask);
       }
       return scratch;
     });
   }
 
   // A recurrent layer in place of attention.
-  void recur(int index, const Batch& batch, Stored* x, Stored* partial, int thread) {
+  void recur(int index, const Batch& batch, const Rows& rows, Stored* x, Stored* partial, int thread) {
     const Layer& layer = layers_[index];
     const RecurrentShape& shape = shape_.recurrent;
     const Product projection{layer.qkv, batch.adapters, index, &LayerAdapter::recurrent_input};
     const Product output{layer.output, batch.adapters, index, &LayerAdapter::recurrent_output};
-    const int64_t rows = batch.num_rows;
     Stored* projected = qkv_.get();
-    load_normalized(projection, layer.attention_norm, rows, thread,
+    load_normalized(projection, layer.attention_norm, batch.num_rows, thread,
                     [&](int64_t row) { return x + row * shape_.hidden; });
-    multiply_into(projection, tasks_of(projection, rows), thread, projected, shape.projected);
+    multiply_into(projection, tasks_of(projection, batch.num_rows), thread, projected, shape.projected);
     team_.barrier();
     auto* const kept = static_cast<Stored*>(batch.kept);  // null without drafts
     recurrent_.advance(layer.recurrent, projected, kept ? kept + index * batch.num_kept * shape.projected : nullptr,
                        team_, thread);
     contribute(output, shape.output, rows, layer.attention_post_norm, x, partial, thread,
-               [&](int64_t row, Stored* scratch) {
-      recurrent_.finish(layer.recurrent, projected, row, scratch);
+               [&](int64_t i, Stored* scratch) {
+      recurrent_.finish(layer.recurrent, projected, rows[i], scratch);
       return const_cast<const Stored*>(scratch);
     });
   }
@@ -648,36 +666,36 @@ class Decoder {
     return batch.slots[row] == batch.slots[row - 1] && batch.positions[row] == batch.positions[row - 1] + 1;
   }
 
-  void read_cache(const Layer& layer, const Batch& batch, const AttentionShape& shape, const Stored* qkv, Stored* read,
-                  int thread) {
+  void read_cache(const Layer& layer, const Batch& batch, const std::vector<Tile>& tiles, const AttentionShape& shape,
+                  const Stored* qkv, Stored* read, int thread) {
     if constexpr (kHasLevels) {
       if (shape_.cache_kind == kInt8Levels)
-        return read_cache_of<Rounded<E, Int8Levels>>(layer, batch, shape, qkv, read, thread);
+        return read_cache_of<Rounded<E, Int8Levels>>(layer, batch, tiles, shape, qkv, read, thread);
       if (shape_.cache_kind == kFp8Levels)
-        return read_cache_of<Rounded<E, Fp8Levels>>(layer, batch, shape, qkv, read, thread);
+        return read_cache_of<Rounded<E, Fp8Levels>>(layer, batch, tiles, shape, qkv, read, thread);
     }
-    read_cache_of<AsComputed<E>>(layer, batch, shape, qkv, read, thread);
+    read_cache_of<AsComputed<E>>(layer, batch, tiles, shape, qkv, read, thread);
   }
 
   template <class C>
-  void read_cache_of(const Layer& layer, const Batch& batch, const AttentionShape& shape, const Stored* qkv,
-                     Stored* read, int thread) {
+  void read_cache_of(const Layer& layer, const Batch& batch, const std::vector<Tile>& tiles,
+                     const AttentionShape& shape, const Stored* qkv, Stored* read, int thread) {
     const LayerCache<C> cache{static_cast<const typename C::Stored*>(layer.keys),
                               static_cast<const typename C::Stored*>(layer.values), layer.key_scales,
                               layer.value_scales};
     const auto reader_of = [&](const Tile& tile) {
       return CacheReader<C>(shape, tile, cache, batch.block_tables + tile.span.slot * batch.table_width);
     };
-    const auto num_tiles = static_cast<int64_t>(tiles_.size());
+    const auto num_tiles = static_cast<int64_t>(tiles.size());
     team_.share(thread, [&](int64_t index) {
       const int64_t following = std::min(index + 1, num_tiles - 1);
-      CacheReader<C> reader = reader_of(tiles_[index]), next = reader_of(tiles_[following]);
-      attend_tile<E, C>(*states_[thread], shape, tiles_[index], reader, following == index ? nullptr : &next, qkv,
+      CacheReader<C> reader = reader_of(tiles[index]), next = reader_of(tiles[following]);
+      attend_tile<E, C>(*states_[thread], shape, tiles[index], reader, following == index ? nullptr : &next, qkv,
                      qkv_width(), read, read_width());
     });
   }
 
-  void attend_latent(int index, const Batch& batch, Stored* x, Stored* partial, int thread) {
+  void attend_latent(int index, const Batch& batch, const Rows& wanted, Stored* x, Stored* partial, int thread) {
     const Layer& layer = layers_[index];
     const LatentLayer& latent = layer.latent;
     const int64_t rows = batch.num_rows, width = qkv_width();
@@ -715,8 +733,8 @@ class Decoder {
     attention.sinks = layer.sinks;
     if (!latent_forms_.absorbed().empty()) attend_absorbed(layer, batch, attention, queries, thread);
     if (!latent_forms_.tiles().empty()) attend_decompressed(layer, batch, attention, queries, thread);
-    contribute(output, read_width(), rows, layer.attention_post_norm, x, partial, thread,
-               [&](int64_t row, Stored*) -> const Stored* { return read_.get() + row * read_width(); });
+    contribute(output, read_width(), wanted, layer.attention_post_norm, x, partial, thread,
+               [&](int64_t i, Stored*) -> const Stored* { return read_.get() + wanted[i] * read_width(); });
   }
 
   // The queries of rows for latent attention, with both parts of every head.
@@ -855,17 +873,16 @@ class Decoder {
   }
   static constexpr int64_t kUnfoldedBytes = 32 << 20;
 
-  void feed_forward(int index, const Batch& batch, Stored* x, Stored* partial, int thread) {
+  void feed_forward(int index, const Batch& batch, const Rows& rows, Stored* x, Stored* partial, int thread) {
     const Layer& layer = layers_[index];
-    if (layer.router.data) return mix_experts(index, batch, x, partial, thread);
+    if (layer.router.data) return mix_experts(index, batch, rows, x, partial, thread);
     const Product up{layer.up, batch.adapters, index, &LayerAdapter::up};
     const Product down{layer.down, batch.adapters, index, &LayerAdapter::down};
-    const int64_t rows = batch.num_rows;
     const Stored* read = shape_.is_parallel ? before_.get() : x;
-    load_normalized(up, layer.mlp_norm, rows, thread, [&](int64_t row) { return read + row * shape_.hidden; });
-    multiply_activated(up, tasks_of(up, rows), thread, shape_.inner);
+    load_normalized(up, layer.mlp_norm, rows.count, thread, [&](int64_t i) { return read + rows[i] * shape_.hidden; });
+    multiply_activated(up, tasks_of(up, rows.count), thread, shape_.inner);
     contribute(down, shape_.inner, rows, layer.mlp_post_norm, x, partial, thread,
-               [&](int64_t row, Stored*) -> const Stored* { return inner_.get() + row * shape_.inner; });
+               [&](int64_t i, Stored*) -> const Stored* { return inner_.get() + i * shape_.inner; });
   }
 
   // inner_ [rows, inner] = the input of an MLP's second product, for the packed rows.
@@ -895,29 +912,31 @@ class Decoder {
 
   // A layer's experts, and the shared MLP: the results of each row's experts are weighted and summed in the order of
   // their indices.
-  void mix_experts(int index, const Batch& batch, Stored* x, Stored* partial, int thread) {
+  void mix_experts(int index, const Batch& batch, const Rows& rows, Stored* x, Stored* partial, int thread) {
     const Layer& layer = layers_[index];
-    const int64_t rows = batch.num_rows;
     const int hidden = shape_.hidden;
-    const Stored* read = route(layer, rows, x, thread);
+    route(layer, rows, x, thread);
+    const auto read = [&](int64_t i) -> const Stored* {
+      return layer.mlp_norm.weight ? normalized_.get() + i * hidden : x + rows[i] * hidden;
+    };
     const auto tasks_of_experts = [&](const Linear& linear) {
       return Tasks(routing_.of_expert(), linear.columns / kPanel / shape_.experts);
     };
     run_mlp({layer.expert_up}, tasks_of_experts(layer.expert_up), {layer.expert_down},
             tasks_of_experts(layer.expert_down), routing_.visits(), shape_.expert_inner, thread, mixed_.get(),
-            [&](int64_t visit, Stored*) { return read + routing_.row_at(visit) * hidden; });
+            [&](int64_t visit, Stored*) { return read(routing_.row_at(visit)); });
     const bool has_shared = layer.up.data;
     if (has_shared) {
       const Product up{layer.up, batch.adapters, index, &LayerAdapter::up};
       const Product down{layer.down, batch.adapters, index, &LayerAdapter::down};
-      run_mlp(up, tasks_of(up, rows), down, tasks_of(down, rows), rows, shape_.shared_inner, thread, given_.get(),
-              [&](int64_t row, Stored*) { return read + row * hidden; });
+      run_mlp(up, tasks_of(up, rows.count), down, tasks_of(down, rows.count), rows.count, shape_.shared_inner, thread,
+              given_.get(), [&](int64_t i, Stored*) { return read(i); });
     }
     const bool has_gate = layer.router.columns > shape_.experts;
-    const Share share(rows, thread, team_.size());
+    const Share share(rows.count, thread, team_.size());
     for (int64_t row = share.begin; row < share.end; ++row) {
       const Floats weight = has_gate ? sigmoid_ps(floats(routing_.gate(row))) : floats(1.0f);
-      Stored *own = x + row * hidden, *to_norm = normalized_.get() + row * hidden;
+      Stored *own = x + rows[row] * hidden, *to_norm = normalized_.get() + row * hidden;
       for (int i = 0; i < hidden; i += kLanes) {
         const Mask mask = first_lanes(hidden - i);
         Floats given = routing_.mix<E>(row, mixed_.get(), hidden, i);
@@ -934,17 +953,18 @@ class Decoder {
     team_.barrier();
   }
 
-  // Normalizes the rows and finds every row's experts; returns the experts' input, [rows, hidden].
-  const Stored* route(const Layer& layer, int64_t rows, const Stored* x, int thread) {
+  // Normalizes the rows, into normalized_ if there is a norm, and finds every row's experts.
+  void route(const Layer& layer, const Rows& rows, const Stored* x, int thread) {
     const auto begun = std::chrono::steady_clock::now();
     const int hidden = shape_.hidden;
     const Product router{layer.router};
-    const Tasks tasks = tasks_of(router, rows);
-    const bool has_norm = layer.mlp_norm.weight;
-    load_operand(router, tasks, rows, hidden, thread, [&](int64_t row, Stored*) {
-      if (!has_norm) return x + row * hidden;
-      Stored* normalized = normalized_.get() + row * hidden;
-      normalize<E>(layer.mlp_norm, shape_.eps, x + row * hidden, normalized, hidden);
+    const Tasks tasks = tasks_of(router, rows.count);
+    if (thread == 0) routing_.begin(rows.count);
+    load_operand(router, tasks, rows.count, hidden, thread, [&](int64_t i, Stored*) {
+      const Stored* own = x + rows[i] * hidden;
+      if (!layer.mlp_norm.weight) return own;
+      Stored* normalized = normalized_.get() + i * hidden;
+      normalize<E>(layer.mlp_norm, shape_.eps, own, normalized, hidden);
       return const_cast<const Stored*>(normalized);
     });
     const int columns = layer.router.columns;
@@ -954,7 +974,7 @@ class Decoder {
       store(scores + kLanes, high, first_lanes(columns - panel * kPanel - kLanes));
     });
     team_.barrier();
-    const Share share(rows, thread, team_.size());
+    const Share share(rows.count, thread, team_.size());
     for (int64_t row = share.begin; row < share.end; ++row) routing_.choose(row, layer.choice_bias);
     team_.barrier();
     if (thread == 0) routing_.sort(is_by_tiles(layer.expert_up) && is_by_tiles(layer.expert_down));
@@ -963,7 +983,6 @@ class Decoder {
       routed_.ns += std::chrono::nanoseconds(std::chrono::steady_clock::now() - begun).count();
       routed_.experts += routing_.num_read();
     }
-    return has_norm ? normalized_.get() : x;
   }
 
   // out [rows, hidden] = the MLP `up`, `down` with inner width `inner` for the rows that read_row(row, scratch)
@@ -984,7 +1003,9 @@ class Decoder {
   AttentionShape attention_{};
   RecurrentLayers<E> recurrent_;
   Team team_;
-  std::vector<Tile> tiles_;
+  std::vector<Tile> tiles_, wanted_tiles_;  // of all rows, and of wanted rows
+  bool has_wanted_ = false;                 // whether the last layer is computed for wanted rows only
+  std::vector<int64_t> wanted_;             // rows, ascending
   std::vector<std::unique_ptr<TileState<E>, FreeState>> states_;  // one per thread
   std::vector<Penalizer> penalizers_;  // one per thread
   std::vector<Drawer> drawers_;  // one per thread

@@ -33,7 +33,7 @@ class Routing {
     groups_ = shape.groups;
     groups_per_row_ = shape.groups_per_row;
     scores_per_group_ = shape.scores_per_group;
-    rows_ = rows;
+    begin(rows);
     const int64_t visits = rows * per_row_;
     begins_.resize(experts_ + 1);
     of_expert_.reserve(experts_ + visits / (kMaxRowsOfTask - kMaxTiledRows));
@@ -44,6 +44,9 @@ class Routing {
   } catch (const std::bad_alloc&) {
     return false;
   }
+
+  // Sets the number of a layer's rows, at most that of `reserve`.
+  void begin(int64_t rows) { rows_ = rows; }
 
   // Number of pairs of a row and one of its experts.
   int64_t visits() const { return rows_ * per_row_; }

@@ -237,6 +237,13 @@ void scale_by(float factor, typename E::Stored* x, int count) {
   }
 }
 
+// Rows of a batch that are computed: some, or all.
+struct Rows {
+  int64_t count;
+  const int64_t* numbers;  // [count], ascending; null: 0 .. count - 1
+  int64_t operator[](int64_t i) const { return numbers ? numbers[i] : i; }
+};
+
 struct Share {  // one thread's range of rows or items
   int64_t begin, end;
   Share(int64_t count, int thread, int num_threads)

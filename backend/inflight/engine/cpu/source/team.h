@@ -2,7 +2,9 @@
 //
 // A waiting thread spins for a moment and then sleeps: if other programs want the processors too, a spinning thread may
 // occupy the processor of the thread that it waits for. Spinning is limited by a clock, because the duration of a pause
-// instruction differs between processors by two orders of magnitude.
+// instruction differs between processors by two orders of magnitude. After a call in which a thread spun in vain,
+// threads sleep at once for some calls: Linux prefers a thread that wakes up, but not one that spins, to a program that
+// never sleeps.
 #pragma once
 
 #include <linux/futex.h>
@@ -11,6 +13,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <climits>
@@ -51,6 +54,7 @@ class Team {
   void run(const F& f) {
     call_ = [](const void* data, int thread) { (*static_cast<const F*>(data))(thread); };
     data_ = &f;
+    choose_wait();
     advance(job_);
     f(0);
     barrier();
@@ -58,13 +62,17 @@ class Team {
 
   void barrier() {
     const uint32_t phase = phase_.value.load(std::memory_order_acquire);
+    const bool spins = spins_;  // after the last thread's arrival, the next call may change it
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
       arrived_.store(0, std::memory_order_relaxed);
       advance(phase_);
-    } else {
-      wait(phase_, phase);
+    } else if (!wait(phase_, phase, spins)) {
+      spun_in_vain_.store(true, std::memory_order_relaxed);
     }
   }
+
+  // Whether threads spin at the barriers of the current call.
+  bool spins() const { return spins_; }
 
   // Assigns a thread its part of the numbers 0 .. count - 1, to be processed by `share` after a barrier.
   void deal(int64_t count, int thread) {
@@ -84,7 +92,8 @@ class Team {
   }
 
  private:
-  static constexpr int kPauses = 64;  // between looks at the clock: less than some microseconds
+  static constexpr int kMostFailures = 8;  // so threads sleep at once for at most 256 calls
+  static constexpr int kPauses = 64;       // between looks at the clock: less than some microseconds
 
   struct alignas(64) Word {
     std::atomic<uint32_t> value{0};
@@ -102,7 +111,7 @@ class Team {
 
   void work(int thread) {
     for (uint32_t seen = 0;;) {
-      wait(job_, seen);
+      wait(job_, seen, true);
       ++seen;
       if (!call_) return;
       call_(data_, thread);
@@ -125,13 +134,27 @@ class Team {
     if (word.sleepers.load()) syscall(SYS_futex, &word.value, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
   }
 
-  void wait(Word& word, uint32_t old) const {
+  // Decides whether threads spin in the next call. After a call in which one spun in vain, they do not for 2 calls, and
+  // if the next call with spinning fails, too, for 4, 8, and so on.
+  void choose_wait() {
+    if (spins_) {
+      failures_ = spun_in_vain_.exchange(false) ? std::min(failures_ + 1, kMostFailures) : 0;
+      calls_without_ = failures_ ? 1 << failures_ : 0;
+    } else {
+      --calls_without_;
+    }
+    spins_ = calls_without_ == 0;
+  }
+
+  // Waits until `word` is not `old`. Returns false if the thread spun in vain before it slept.
+  bool wait(Word& word, uint32_t old, bool spins) const {
     using Clock = std::chrono::steady_clock;
     const auto is_over = [&] { return word.value.load(std::memory_order_acquire) != old; };
-    if (is_over()) return;
-    for (const auto end = Clock::now() + spin_; Clock::now() < end;) {
+    if (is_over()) return true;
+    const auto spin = spins ? spin_ : std::chrono::microseconds(0);
+    for (const auto end = Clock::now() + spin; Clock::now() < end;) {
       for (int i = 0; i < kPauses; ++i) {
-        if (is_over()) return;
+        if (is_over()) return true;
         spin_pause();
       }
     }
@@ -139,12 +162,17 @@ class Team {
     while (word.value.load() == old)
       syscall(SYS_futex, &word.value, FUTEX_WAIT_PRIVATE, old, nullptr, nullptr, 0);
     word.sleepers.fetch_sub(1);
+    return !spins;
   }
 
   const int size_;
   const std::chrono::microseconds spin_;
   void (*call_)(const void*, int) = nullptr;
   const void* data_ = nullptr;
+  bool spins_ = true;
+  int failures_ = 0;       // calls in a row in which a thread spun in vain, without those in which none spun
+  int calls_without_ = 0;  // further calls in which no thread spins
+  std::atomic<bool> spun_in_vain_{false};
   Word job_, phase_;
   alignas(64) std::atomic<int> arrived_{0};
   std::vector<Hand> hands_;
