@@ -193,13 +193,16 @@ def _check(config: ConfigFile, decoder: DecoderConfig) -> None:
             f"at most num_experts (or num_local_experts), which is {experts.count}",
         )
     for rope in dict.fromkeys(decoder.ropes):
-        if rope is not None and (rotary_dim := rope.rotary_dim(decoder.rotary_head_dim)) % 2:
+        if rope is None:
+            continue
+        rotary_dim = rope.rotary_dim(decoder.rotary_head_dim)
+        if rotary_dim % 2:
             raise ConfigError(
                 f"{config.path}: with hidden_size {decoder.hidden_size}, num_attention_heads {decoder.num_heads}, "
                 f"head_dim {decoder.head_dim} and partial_rotary_factor {rope.partial_factor:g}, {rotary_dim} "
                 "dimensions of a head are rotated, expected an even number"
             )
-        if rope is not None and isinstance(rope.scaling, LongRopeScaling):
+        if isinstance(rope.scaling, LongRopeScaling):
             _check_factors(config, rope.scaling, rotary_dim // 2)
 
 
