@@ -29,7 +29,7 @@ _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _ENGINE_LABELS = {"model": "tensorrt_llm", "version": "1"}
 """The labels of the engine's metrics without Triton: those that they have with it."""
 _TEXT_ALONE = "this server generates text alone"
-_NO_FILES = "this server keeps no files and runs no batches: send each request by itself"
+_NO_FILES = "this server keeps no files and runs no batches: `inflight batch` sends a file of requests"
 _NO_AGENTS = (
     "this server keeps no conversations, assistants or stores: send the messages to /v1/chat/completions"
 )
