@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -126,17 +127,12 @@ def test_another_file_is_refused_and_not_changed(tmp_path: Path, text: bytes) ->
 
 
 class Sent:
-    """A server that gives these answers in turn, and counts the requests that wait for one."""
+    """A server that gives these answers in turn."""
 
     def __init__(self, *answers: BatchAnswer) -> None:
         self.answers = list(answers)
-        self.waiting = self.most_waiting = 0
 
     async def send(self, request: BatchRequest) -> BatchAnswer:
-        self.waiting += 1
-        self.most_waiting = max(self.most_waiting, self.waiting)
-        await asyncio.sleep(0)
-        self.waiting -= 1
         return self.answers.pop(0)
 
 
@@ -152,28 +148,46 @@ def test_a_temporary_failure_is_tried_again_until_the_answer_is_final(last: Batc
     assert len(sent.answers) == 1
 
 
-def test_attempts_are_limited() -> None:
-    sent = Sent(*TEMPORARY)
+def test_attempts_are_limited_except_those_that_found_a_full_queue() -> None:
+    full, away = TEMPORARY[0], TEMPORARY[2]
+    sent = Sent(full, away, full, full, away, full, away, GOOD_ANSWER)
     told: list[BatchAnswer] = []
     asked = send_until_final(REQUEST, sent.send, retries=2, on_retry=told.append, first_pause_s=0)
-    assert asyncio.run(asked) is TEMPORARY[2]
-    assert told == TEMPORARY[:2]
+    assert asyncio.run(asked) is away
+    assert told == [full, away, full, full, away, full]
 
 
 def test_requests_are_read_when_they_are_sent_and_a_given_number_is_in_flight() -> None:
-    sent = Sent(*[GOOD_ANSWER] * 50)
-    num_read = 0
     kept: list[str] = []
+    num_read = num_sent = 0
 
-    def requests():
+    def requests() -> Iterator[BatchRequest]:
         nonlocal num_read
         for number in range(50):
-            assert num_read - len(kept) < 7
             num_read += 1
             yield BatchRequest(str(number), "/v1/completions", {})
 
-    asyncio.run(send_all(requests(), sent.send, lambda request, _: kept.append(request.custom_id), 7))
-    assert sent.most_waiting == 7 and sorted(map(int, kept)) == list(range(50))
+    async def run() -> None:
+        may_end = asyncio.Event()
+
+        async def send(request: BatchRequest) -> BatchAnswer:
+            nonlocal num_sent
+            num_sent += 1
+            await may_end.wait()
+            return GOOD_ANSWER
+
+        running = asyncio.create_task(
+            send_all(requests(), send, lambda request, _: kept.append(request.custom_id), 7)
+        )
+        while num_sent < 7:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)
+        assert (num_read, num_sent, kept) == (7, 7, [])
+        may_end.set()
+        await running
+
+    asyncio.run(run())
+    assert sorted(map(int, kept)) == list(range(50)) and num_read == 50
 
 
 def test_an_error_ends_all_requests() -> None:

@@ -80,8 +80,8 @@ def _parser() -> argparse.ArgumentParser:
         type=_number,
         default=10,
         metavar="N",
-        help="how often a request is sent again after the statuses 429, 502, 503 and 504, or without an answer, "
-        "with pauses of up to 30 s (default: %(default)s)",
+        help="how often a request is sent again after the statuses 502, 503 and 504, or without an answer, with "
+        "pauses of up to 30 s; after 429, a full queue, without a limit (default: %(default)s)",
     )
     add(
         "--api-key-file",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Iterator
+from http import HTTPStatus
 
 from inflight.openai.batches.lines import BatchAnswer, BatchRequest
 
@@ -37,8 +38,16 @@ async def send_all(
         concurrency: Number of requests in flight.
     """
 
+    turn = asyncio.Lock()
+
     async def work() -> None:
-        for request in requests:
+        while True:
+            async with (
+                turn
+            ):  # on a thread: after an interruption, many lines are skipped before the first request
+                request = await asyncio.to_thread(next, requests, None)
+            if request is None:
+                return
             on_answer(request, await send(request))
 
     workers = [asyncio.ensure_future(work()) for _ in range(concurrency)]
@@ -62,16 +71,18 @@ async def send_until_final(
     Args:
         request: The request.
         send: Function that sends it once.
-        retries: Number of further attempts.
+        retries: Number of further attempts. Those that found the queue full (429) do not count: the server
+            answers other requests meanwhile.
         on_retry: Function that is called with each answer after which the request is sent again.
         first_pause_s: Seconds before the second attempt; each later pause is twice as long, up to 30 s.
     """
     pause_s = first_pause_s
-    for _ in range(retries):
+    while True:
         answer = await send(request)
-        if not answer.is_temporary:
+        is_full = answer.status == HTTPStatus.TOO_MANY_REQUESTS
+        if not answer.is_temporary or (retries == 0 and not is_full):
             return answer
+        retries -= not is_full
         on_retry(answer)
         await asyncio.sleep(pause_s * random.uniform(0.5, 1))  # workers must not all come back at once
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-    return await send(request)
