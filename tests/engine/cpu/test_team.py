@@ -66,7 +66,7 @@ bool is_asleep(pid_t thread) {
   fclose(file);
   return num_read == 1 && state == 'S';
 }
-// After 4 calls in which a thread spins in vain, threads sleep at once for 64 calls, and again after 1 more such call.
+// After 4 calls in which a thread spins in vain, threads sleep at once for 64 calls, and after 1 more again.
 int spinning() {
   Team team(2, std::chrono::microseconds(50));
   const pid_t caller = gettid();
