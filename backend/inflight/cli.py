@@ -17,6 +17,7 @@ from inflight.version import package_version
 COMMANDS = {
     "serve": ("inflight.serve_command", "start a server"),
     "doctor": ("inflight.doctor", "check whether this machine can run a server"),
+    "batch": ("inflight.openai.batches.command", "send a file of requests to a running server"),
     "bench": ("inflight.bench_command", "run a benchmark; without a name, list them"),
     "build": ("inflight.engine.tensorrt.command", "build a TensorRT engine of a checkpoint"),
     "client": ("inflight_client", "ask a running server for text, its state or its adapters"),

@@ -51,8 +51,8 @@ def find_checkpoint(
     if not model.strip():
         raise ConfigError(f"got {model!r}, expected a folder, a GGUF file or a name on the Hugging Face hub")
     folder = Path(model).expanduser()
-    if folder.exists() or not _HUB_ID.fullmatch(model):
-        is_gguf = folder.suffix.lower() == ".gguf" and folder.is_file()
+    is_gguf = folder.suffix.lower() == ".gguf" and not folder.is_dir() and "://" not in model
+    if folder.exists() or is_gguf or not _HUB_ID.fullmatch(model):
         if not folder.is_dir() and not is_gguf:
             missing = "" if "://" in model else " (there is no such path)"
             kind = " but a file, expected a checkpoint's folder" if folder.exists() else missing

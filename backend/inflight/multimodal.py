@@ -7,7 +7,7 @@ the standard library; any thread.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from inflight.json_values import is_list, is_object
@@ -41,6 +41,7 @@ class Multimodal:
         bidirectional: Layers in which the rows of a picture attend to each other in both directions: "all"; or
             "sliding", those with a window, if the text part's `use_bidirectional_attention` is vision. "": none.
         inputs: The inputs of the model's other parts, for messages.
+        defaults: Values of keys that `text_config` omits, where the class has others than the text part's family.
     """
 
     model_type: str
@@ -53,8 +54,20 @@ class Multimodal:
     mrope_section: tuple[int, ...] = ()
     bidirectional: str = ""
     inputs: str = "pictures"
+    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
 
 
+_VOXTRAL_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 131072,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e8,
+    "head_dim": 128,
+}
 _VIDEO, _ALL = "pictures and videos", "pictures, videos and sound"
 MULTIMODAL = (
     Multimodal("gemma3", "Gemma3ForConditionalGeneration", "gemma3_text", tied=True, bidirectional="all"),
@@ -135,8 +148,10 @@ MULTIMODAL = (
     Multimodal("idefics3", "Idefics3ForConditionalGeneration", "llama"),
     Multimodal("smolvlm", "SmolVLMForConditionalGeneration", "llama"),
     Multimodal("lfm2_vl", "Lfm2VlForConditionalGeneration", "lfm2", tied=True),
-    Multimodal("voxtral", "VoxtralForConditionalGeneration", "llama", inputs="sound"),
-    Multimodal("llama4", "Llama4ForConditionalGeneration", "llama4_text"),
+    Multimodal(
+        "voxtral", "VoxtralForConditionalGeneration", "llama", inputs="sound", defaults=_VOXTRAL_DEFAULTS
+    ),
+    Multimodal("llama4", "Llama4ForConditionalGeneration", "llama4_text", tied_by_text=True),
 )
 
 # Families of text parts whose model_type is not the name of a family.
@@ -287,7 +302,7 @@ def find_text_part(values: Mapping[str, Any]) -> TextPart | None:
     kind: Any = stated.get("model_type") or found.text_type
     if isinstance(kind, str):
         stated = {
-            **(DEFAULTS.get(kind, {}) if stated else {}),
+            **({**DEFAULTS.get(kind, {}), **found.defaults} if stated else {}),
             **stated,
             "model_type": _FAMILY_OF.get(kind, kind),
         }

@@ -241,6 +241,12 @@ def test_parts_of_a_model_that_are_missing_or_have_wrong_names_are_refused(
         find_checkpoint(str(first))
 
 
+@pytest.mark.parametrize("name", ["absent.gguf", "owner/absent.gguf", "/absent/absent.gguf"])
+def test_a_gguf_file_that_does_not_exist_is_not_looked_up_on_the_hub(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"/absent\.gguf: the GGUF file does not exist$"):
+        find_checkpoint(name)
+
+
 def test_a_tensor_of_another_shape_or_name_is_refused(tmp_path: Path) -> None:
     model = write(tmp_path / "m.gguf", "llama", "F32", feed__forward__length=97)
     with pytest.raises(ConfigError, match=r"model\.gguf: tensor .*mlp.* \[.*96.*\], expected \[.*97.*\]"):

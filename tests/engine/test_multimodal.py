@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import logging
 import re
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from inflight.engine.layers.torch_sink import load_weights
 from inflight.errors import ConfigError
@@ -28,7 +30,7 @@ from tests.engine.ranks import ranks
 from tests.engine.serving import config_of, load, serve
 from tests.engine.tensorrt import engines
 from tests.models.quantized import FORMATS, write
-from tests.models.zoo import Zoo, ZooModel
+from tests.models.zoo import Zoo, ZooModel, without_timm
 from tests.models.zoo_multimodal import MULTIMODAL
 from tests.tiers import examples, with_all
 
@@ -151,6 +153,24 @@ def test_a_file_of_the_model_without_output_projection_has_tied_embeddings(zoo: 
     assert description.decoder.tied_embeddings, "transformers' default of this class"
     weights = load_weights(description, torch.float32, torch.device("cpu"))
     torch.testing.assert_close(weights.lm_head.weight, tensors["language_model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("case", MULTIMODAL)
+def test_embeddings_are_tied_where_transformers_ties_them(zoo: Zoo, tmp_path: Path, case: str) -> None:
+    """Files of tied models have no output projection. Where only we read the key as tied, there is one, and it is
+    used."""
+    key, model_class = "tie_word_embeddings", type(zoo[case].oracle)
+    file = tmp_path / "config.json"
+    values = json.loads((zoo[case].folder / "config.json").read_text())
+    for whole, text in itertools.product(({}, {key: True}, {key: False}), repeat=2):
+        others = [
+            {name: each[name] for name in each if name != key} for each in (values, values["text_config"])
+        ]
+        file.write_text(json.dumps({**others[0], **whole, "text_config": {**others[1], **text}}))
+        with torch.device("meta"), without_timm():
+            oracle = model_class._from_config(AutoConfig.from_pretrained(tmp_path))
+        is_tied = oracle.get_output_embeddings().weight is oracle.get_input_embeddings().weight
+        assert read_model_description(tmp_path).decoder.tied_embeddings or not is_tied, file.read_text()
 
 
 def test_stacks_of_qwen3_vl_may_be_transposed_as_in_published_files(zoo: Zoo, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING
 from inflight.checkpoint_config import CheckpointFacts, ConfigFile
 from inflight.errors import ConfigError
 from inflight.models import DecoderConfig, read_model_description
-from inflight.multimodal import DEFAULTS
+from inflight.multimodal import DEFAULTS, MULTIMODAL, Multimodal, find_text_part
 from inflight.positions import position_keys, stated_positions
 from tests.models.test_published_configs import MLP_WIDTHS, PUBLISHED, READ
 from tests.models.test_registry import GPT2, LLAMA
@@ -174,6 +174,17 @@ def test_sizes_that_a_text_part_omits_have_the_defaults_of_transformers(kind: st
         elif key != "norm_topk_prob":  # no key of transformers' class
             found = getattr(config, key)  # of Gemma 3n, a list of the MLPs' widths
             assert (max(found) if isinstance(found, list) else found) == value, key
+
+
+@pytest.mark.parametrize("each", MULTIMODAL, ids=lambda each: each.architecture)
+def test_keys_that_a_text_part_omits_have_the_defaults_of_its_class(each: Multimodal) -> None:
+    """Most classes of multimodal models have those of the text part's own class."""
+    whole = CONFIG_MAPPING[each.model_type](text_config={"model_type": each.text_type})
+    own = CONFIG_MAPPING[each.text_type](**each.defaults)
+    assert whole.text_config.to_dict() == own.to_dict()
+    part = find_text_part({"model_type": each.model_type, "text_config": {"num_hidden_layers": 2}})
+    assert part is not None
+    assert part.values.items() >= {**each.defaults, "num_hidden_layers": 2}.items()
 
 
 def _check_sizes(facts: CheckpointFacts, decoder: DecoderConfig) -> None:

@@ -369,6 +369,13 @@ def test_dtype_and_torch_dtype_state_the_dtype_and_auto_states_none(
         ({**LLAMA, "num_key_value_heads": 3}, "expected a divisor of num_attention_heads, 4"),
         ({**LLAMA, "hidden_size": 30}, "hidden size 30 is not a multiple of 4 heads"),
         ({**LLAMA, "head_dim": 7}, "7 dimensions of a head are rotated"),
+        (
+            {
+                **LLAMA,
+                "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 2},
+            },
+            "'long_factor' of 'rope_scaling' has 2 numbers, expected 4: one for each pair of a head's",
+        ),
         ({**LLAMA, "hidden_act": "quick_gelu"}, "key 'hidden_act' is 'quick_gelu', expected one of silu"),
         ({**LLAMA, "dtype": "float8_e4m3fn"}, "expected one of float32, bfloat16, float16"),
         ({**LLAMA, "eos_token_id": "</s>"}, "expected a token id or a list of them"),

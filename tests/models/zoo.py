@@ -182,14 +182,14 @@ def _make_multimodal(
     config_class = getattr(transformers, f"{family}Config")
     config = config_class(text_config=text, tie_word_embeddings=False, **OTHER_PARTS[family])
     config.text_config._experts_implementation = "eager"
-    with _without_timm():
+    with without_timm():
         oracle = _draw(f"{family}ForConditionalGeneration", config, seed)
     oracle.save_pretrained(folder)
     return ZooModel(folder, oracle)
 
 
 @contextmanager
-def _without_timm() -> Iterator[None]:
+def without_timm() -> Iterator[None]:
     """Replace the vision tower of Gemma 3n, which needs the package timm, by a linear layer."""
     make = transformers.AutoModel.from_config
 

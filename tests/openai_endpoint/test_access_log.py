@@ -15,6 +15,7 @@ from inflight.core.request.response import Response
 from inflight.errors import StepFailed, Unsupported
 from inflight.log_lines import REQUEST_ID
 from inflight.openai import chat_completions, completions, models, server_routes, tokenize
+from inflight.openai.batches import routes as batches
 from inflight.openai.http_metrics import HttpMetrics
 from inflight.openai.playground.routes import playground_router
 from tests.access_lines import AccessLines, access_lines
@@ -75,7 +76,7 @@ def test_answers_and_refusals_have_one_line_each(
 
 def test_every_route_returns_the_clients_id(client: httpx.Client) -> None:
     modules = (models, completions, chat_completions, tokenize, server_routes)
-    routers = (playground_router, *(module.router for module in modules))
+    routers = (playground_router, batches.refusing_router, *(module.router for module in modules))
     routes = [getattr(route, "path", "/") for router in routers for route in router.routes]
     paths = {re.sub(r"{.*?}", "x", path) for path in routes} | {"/nothing", "/v1/"}
     assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/metrics", "/", "/v1/files"} <= paths

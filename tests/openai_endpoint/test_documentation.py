@@ -12,6 +12,7 @@ from inflight.openai.adapters import LoadAdapterBody, UnloadAdapterBody
 from inflight.openai.generate import GenerateBody, SamplingParams
 from inflight.openai.messages.protocol import MessagesBody, MessagesOutput, MessagesThinking
 from inflight.openai.protocol import (
+    BatchBody,
     Body,
     ChatBody,
     ClassifyBody,
@@ -68,6 +69,11 @@ def test_every_field_of_a_response_is_on_its_page(body: type[Body]) -> None:
     named = set(re.findall(r"`([a-z_]+)`", RESPONSES.read_text(encoding="utf-8"))) | {"model"}
     controls = {control.body.name for control in CONTROLS.values() if control.body}  # on the other page
     assert (set(body.model_fields) - controls) | set(body.not_served) <= named
+
+
+def test_every_field_of_a_batch_is_on_its_page() -> None:
+    named = set(re.findall(r"`([a-z_]+)`", (DOCS / "batches.md").read_text(encoding="utf-8")))
+    assert set(BatchBody.model_fields) | set(BatchBody.not_served) <= named
 
 
 def test_the_program_of_the_responses_page_runs(template: Path) -> None:

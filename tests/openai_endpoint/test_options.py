@@ -48,8 +48,10 @@ def test_to_arguments_keeps_all_options_except_keys(tmp_path: Path) -> None:
         *("--allowed-media-domains", "Images.example.com,*.cdn.example.com", "::1"),
         *("--allowed-local-media-path", str(tmp_path), "--limit-mm-per-prompt", '{"image": 4, "video": 0}'),
         *("--host", "0.0.0.0", "--port", "9001", "--metrics-url", "http://h:1/metrics", "--convert", "embed"),
+        *("--batch-dir", str(tmp_path / "batches"), "--batch-dir-size", "2G", "--batch-concurrency", "5"),
     )
     assert found.convert == "embed"
+    assert (found.batch_dir, found.max_batch_bytes) == (tmp_path / "batches", 2 << 30)
     assert found.served_model_names == ("code", "gpt-4o") and found.max_body_bytes == 2 << 20
     assert found.default_max_tokens == 300 and found.max_pictures == 4
     assert found.allowed_media_domains == ("images.example.com", "*.cdn.example.com", "::1")
@@ -134,6 +136,10 @@ def test_each_line_of_a_key_file_is_one_key(tmp_path: Path, line: str) -> None:
         ("--limit-mm-per-prompt", '{"image": 4', "image=4"),
         ("--limit-mm-per-prompt", "video=1", "0 for other kinds"),
         ("--max-body-size", "64 apples", "expected a number of bytes"),
+        ("--batch-dir", "/proc/batches", "No such file"),
+        ("--batch-dir", __file__, "File exists"),
+        ("--batch-dir-size", "0", "expected a number of bytes"),
+        ("--batch-concurrency", "0", "1 or more, got '0'"),
     ],
 )
 def test_invalid_values_are_refused_with_the_value(

@@ -263,6 +263,7 @@ NOT_KEPT = (
 PROGRAMS = [
     "serve",
     "client",
+    "batch",
     "doctor",
     "bench",
     "build",

@@ -47,9 +47,8 @@ def checkpoint_of(file: Path) -> Path:
     name = model_name(file)
     for number, part in enumerate(parts, 1):
         if not part.is_file():
-            raise ConfigError(
-                f"{part}: the GGUF file does not exist; it is part {number} of {len(parts)} of {name}"
-            )
+            place = f"; it is part {number} of {len(parts)} of {name}" if len(parts) > 1 else ""
+            raise ConfigError(f"{part}: the GGUF file does not exist{place}")
     files = tuple(part.resolve() for part in parts)
     parent = cache_folder()
     if parent is None:

@@ -30,7 +30,7 @@ NeutralKeys = Mapping[str, tuple[Any, ...] | AnyValue]
 
 _ORIGIN = """
     _name_or_path name_or_path _commit_hash transformers_version transformers.js_config auto_map
-    tokenizer_class processor_class is_llama_config unsloth_fixed unsloth_version model_name
+    tokenizer_class processor_class is_llama_config is_composition unsloth_fixed unsloth_version model_name
 """
 _LABELS = "id2label label2id num_labels _num_labels problem_type finetuning_task prefix task_specific_params"
 _TRAINING = """
@@ -50,6 +50,8 @@ _EXECUTION = """
 """
 # Length of sequences in training or in a tokenizer; the family's own key gives the maximum length.
 _LENGTHS = "n_ctx initial_context_length max_sequence_length max_seq_len seq_length seq_len model_max_length"
+# Keys of the vision part that text_config of SmolVLM has too.
+_VISION = "perceiver_config pixel_shuffle_factor"
 # Keys of generation; keys with the name of a sampling control are neutral too.
 _GENERATION = """
     max_length max_new_tokens min_new_tokens max_time stop_strings do_sample num_beams num_beam_groups
@@ -60,9 +62,10 @@ _GENERATION = """
     cache_implementation cache_config prompt_lookup_num_tokens max_matching_ngram_size num_assistant_tokens
     num_assistant_tokens_schedule assistant_confidence_threshold
 """
+_LISTS = _ORIGIN, _LABELS, _TRAINING, _EXECUTION, _LENGTHS, _VISION, _GENERATION
 # The neutral keys of every family; each `…_token_id` is neutral too.
 _NEUTRAL: NeutralKeys = {
-    **dict.fromkeys(" ".join((_ORIGIN, _LABELS, _TRAINING, _EXECUTION, _LENGTHS, _GENERATION)).split(), ANY),
+    **dict.fromkeys(" ".join(_LISTS).split(), ANY),
     **dict.fromkeys(CONTROLS, ANY),
     "is_causal": (True,),
     "rotary_pct": (None, 1),

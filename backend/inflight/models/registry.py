@@ -20,6 +20,8 @@ from inflight.models.decoder_config import DecoderConfig
 from inflight.models.families import FAMILIES, Family, NoMap, WeightNames, names_in_multimodal
 from inflight.models.neutral_keys import refuse_unread
 from inflight.models.quantization import Quantization, read_quantization
+from inflight.models.rope import section_key
+from inflight.models.rope_config import LongRopeScaling
 from inflight.models.unserved import refuse_unserved
 from inflight.multimodal import Multimodal, bidirectional_layers, num_added_layers
 from inflight.pooling import CLASSIFICATION_HEAD, classifies, has_pooling
@@ -198,9 +200,25 @@ def _check(config: ConfigFile, decoder: DecoderConfig) -> None:
             f"at most num_experts (or num_local_experts), which is {experts.count}",
         )
     for rope in dict.fromkeys(decoder.ropes):
-        if rope is not None and (rotary_dim := rope.rotary_dim(decoder.rotary_head_dim)) % 2:
+        if rope is None:
+            continue
+        rotary_dim = rope.rotary_dim(decoder.rotary_head_dim)
+        if rotary_dim % 2:
             raise ConfigError(
                 f"{config.path}: with hidden_size {decoder.hidden_size}, num_attention_heads {decoder.num_heads}, "
                 f"head_dim {decoder.head_dim} and partial_rotary_factor {rope.partial_factor:g}, {rotary_dim} "
                 "dimensions of a head are rotated, expected an even number"
+            )
+        if isinstance(rope.scaling, LongRopeScaling):
+            _check_factors(config, rope.scaling, rotary_dim // 2)
+
+
+def _check_factors(config: ConfigFile, scaling: LongRopeScaling, num_pairs: int) -> None:
+    """Raise ConfigError unless LongRoPE has a factor for each pair of a head's rotated dimensions."""
+    key = section_key(config)
+    for name, factors in (("short_factor", scaling.short_factors), ("long_factor", scaling.long_factors)):
+        if len(factors) != num_pairs:
+            raise ConfigError(
+                f"{config.path}: {name!r} of {key!r} has {len(factors)} numbers, expected {num_pairs}: one for "
+                "each pair of a head's rotated dimensions"
             )

@@ -28,6 +28,11 @@ from inflight.openai import (
     server_routes,
     tokenize,
 )
+from inflight.openai.batches import routes as batches
+from inflight.openai.batches.folder import BatchFolder
+from inflight.openai.batches.in_process import call_application
+from inflight.openai.batches.jobs import BatchJobs
+from inflight.openai.batches.lines import BatchAnswer, BatchRequest
 from inflight.openai.bodies import BodyReader
 from inflight.openai.context import Context
 from inflight.openai.errors import add_error_handlers
@@ -64,18 +69,25 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
         loading = asyncio.create_task(_load(session, model))
+        if jobs is not None:
+            jobs.start()
         yield
         loading.cancel()
+        if jobs is not None:
+            await jobs.close()
         session.close()
         access_log.close()
 
     app = FastAPI(title="inflight", lifespan=lifespan, docs_url=None, redoc_url=None)
+    jobs = _jobs(app, context, options)
     app.state.context = context
+    app.state.batches = jobs
     app.state.bodies = BodyReader(session, options.max_body_bytes)
     app.state.responses = KeptResponses(options.max_stored_responses, options.max_stored_bytes)
     of_texts, pooling = (completions, chat_completions, messages), (embeddings, classify, rerank)
     modules = (models, adapters, *of_texts, *pooling, render, generate, tokenize, server_routes)
-    routers = (*(module.router for module in modules), responses_router, playground_router)
+    batches_router = batches.refusing_router if jobs is None else batches.router
+    routers = (*(module.router for module in modules), responses_router, batches_router, playground_router)
     for router in routers:
         app.include_router(router)
     add_middleware(app, options)
@@ -91,4 +103,26 @@ async def _load(session: EngineSession, model: ServingModel) -> None:
         try:
             return await session.wait_for(model.load)
         except InflightError:  # the engine is unavailable, or has no description yet
+            await asyncio.sleep(_ENGINE_CHECK_S)
+
+
+def _jobs(app: FastAPI, context: Context, options: OpenAiOptions) -> BatchJobs | None:
+    """Return the batches of the folder that the options name; None if they name none."""
+    if options.batch_dir is None:
+        return None
+
+    async def send(owner: bytes, request: BatchRequest) -> BatchAnswer:
+        await _wait_for_engine(context)  # time without an engine does not count as an attempt
+        return await call_application(app, request, owner)
+
+    folder = BatchFolder(options.batch_dir, options.max_batch_bytes)
+    return BatchJobs(folder, send, options.batch_concurrency)
+
+
+async def _wait_for_engine(context: Context) -> None:
+    while True:
+        try:
+            await context.session.wait_for(context.model.describe)
+            return
+        except InflightError:
             await asyncio.sleep(_ENGINE_CHECK_S)

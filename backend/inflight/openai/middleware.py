@@ -26,6 +26,9 @@ OPEN_PATHS = frozenset({"/", "/health"})
 """Paths that need no API key: the health check, and the playground's page, which contains no data. If keys
 are set, all other paths need one, including /metrics and the playground's own requests."""
 
+OWNER = "inflight.owner"
+"""Key of the ASGI scope of a request that this process sends itself: the digest of its owner's API key."""
+
 
 def add_middleware(app: FastAPI, options: OpenAiOptions) -> None:
     """Add the middleware that the options require to `app`."""
@@ -72,6 +75,8 @@ class ApiKeys:
         given = [key] * (scheme.lower() == "bearer") + headers.getlist("x-api-key")[:1]
         # Digests have equal lengths, and every key is compared, so that the time does not depend on the key.
         digests = [_digest(key.strip().encode("latin-1")) for key in given]
+        if OWNER in scope:
+            digests = [scope[OWNER]]
         known = [each for each in digests for one in self._digests if hmac.compare_digest(each, one)]
         if known:
             passage_of(scope).key = known[0]

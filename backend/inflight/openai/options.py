@@ -30,6 +30,8 @@ REASONING_PARSERS = ("auto", "none", *reasoning_formats.REASONING_PARSERS)
 MAX_BODY_BYTES = 16 << 20
 MAX_STORED_RESPONSES = 1000
 MAX_STORED_BYTES = 64 << 20
+MAX_BATCH_BYTES = 1 << 30
+BATCH_CONCURRENCY = 16
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SIZE = re.compile(r"(\d+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 
@@ -62,6 +64,9 @@ class OpenAiOptions:
             of generating text.
         max_stored_responses: Largest number of responses of /v1/responses that are kept; 0: none.
         max_stored_bytes: Largest size in bytes of the kept responses with their conversations.
+        batch_dir: Folder of the files and states of /v1/files and /v1/batches; None: these routes are refused.
+        max_batch_bytes: Largest size of this folder in bytes.
+        batch_concurrency: Largest number of requests of batches that are in flight.
     """
 
     host: str = "127.0.0.1"
@@ -84,6 +89,9 @@ class OpenAiOptions:
     convert: str = "auto"
     max_stored_responses: int = MAX_STORED_RESPONSES
     max_stored_bytes: int = MAX_STORED_BYTES
+    batch_dir: Path | None = None
+    max_batch_bytes: int = MAX_BATCH_BYTES
+    batch_concurrency: int = BATCH_CONCURRENCY
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,6 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("OpenAI endpoint (/v1)")
     _add_model_arguments(group.add_argument)
     _add_listening_arguments(group.add_argument)
+    _add_batch_arguments(group.add_argument)
     picture_options.add_arguments(parser.add_argument_group("pictures of requests").add_argument)
 
 
@@ -190,6 +199,31 @@ def _add_listening_arguments(add: Callable[..., argparse.Action]) -> None:
     add("--ssl-keyfile", metavar="FILE", type=_file, help="its private key (default: in --ssl-certfile)")
 
 
+def _add_batch_arguments(add: Callable[..., argparse.Action]) -> None:
+    add(
+        "--batch-dir",
+        metavar="DIR",
+        type=_folder,
+        help="keep the files of /v1/files in this folder, and run the batches of /v1/batches, which go on after a "
+        "restart; without it these routes are refused",
+    )
+    add(
+        "--batch-dir-size",
+        metavar="SIZE",
+        type=_size,
+        default=MAX_BATCH_BYTES,
+        help="largest size of --batch-dir, as for --max-body-size (default: 1G)",
+    )
+    add(
+        "--batch-concurrency",
+        metavar="N",
+        type=_count,
+        default=BATCH_CONCURRENCY,
+        help="number of requests of batches in flight, which should be lower than the number of slots "
+        "(default: %(default)s)",
+    )
+
+
 def read_arguments(
     given: argparse.Namespace,
     host: str,
@@ -224,6 +258,9 @@ def read_arguments(
         convert=given.convert,
         max_stored_responses=given.max_stored_responses,
         max_stored_bytes=given.max_stored_responses_size,
+        batch_dir=given.batch_dir,
+        max_batch_bytes=given.batch_dir_size,
+        batch_concurrency=given.batch_concurrency,
     )
 
 
@@ -234,6 +271,7 @@ def to_arguments(options: OpenAiOptions) -> list[str]:
         "--ssl-certfile": options.tls_certificate,
         "--ssl-keyfile": options.tls_key,
         "--pictures": options.pictures,
+        "--batch-dir": options.batch_dir,
     }
     names, origins, default = options.served_model_names, options.cors_origins, options.default_max_tokens
     return [
@@ -247,6 +285,8 @@ def to_arguments(options: OpenAiOptions) -> list[str]:
         *("--max-body-size", str(options.max_body_bytes)),
         *("--max-stored-responses", str(options.max_stored_responses)),
         *("--max-stored-responses-size", str(options.max_stored_bytes)),
+        *("--batch-dir-size", str(options.max_batch_bytes)),
+        *("--batch-concurrency", str(options.batch_concurrency)),
         *picture_options.to_arguments(
             options.allowed_media_domains, options.allowed_local_media_path, options.max_pictures
         ),
@@ -281,6 +321,18 @@ def _file(text: str) -> Path:
         path.open("rb").close()
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from None
+    return path
+
+
+def _folder(text: str) -> Path:
+    """Return a folder that this process can write to, which is made if it is missing."""
+    path = Path(text).expanduser()
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise argparse.ArgumentTypeError(f"{text}: this user cannot write to this folder")
     return path
 
 
@@ -340,7 +392,7 @@ def _is_origin(origin: object) -> bool:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 1 << 31:
-        raise argparse.ArgumentTypeError(f"expected a number of tokens of 1 or more, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a number of 1 or more, got {text!r}")
     return int(text)
 
 

@@ -380,6 +380,16 @@ class ScoreBody(PoolingBody):
     instruction: str | None = None
 
 
+class BatchBody(Body):
+    """The JSON body of a request to /v1/batches."""
+
+    not_served = {"output_expires_after": ((), "files are kept until they are deleted")}
+    input_file_id: str
+    endpoint: str
+    completion_window: Literal["24h"]
+    metadata: dict[str, str] | None = None
+
+
 class TokenizeBody(Body):
     """The body of /tokenize: a text, or the messages of a chat."""
 

@@ -29,19 +29,20 @@ _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _ENGINE_LABELS = {"model": "tensorrt_llm", "version": "1"}
 """The labels of the engine's metrics without Triton: those that they have with it."""
 _TEXT_ALONE = "this server generates text alone"
-_NO_FILES = "this server keeps no files and runs no batches: send each request by itself"
+_NO_UPLOADS = "this server keeps files for batches alone: send them to /v1/files"
+_NO_MESSAGES = "batches of messages are not served: send the chats with the same meaning to /v1/batches"
 _NO_AGENTS = (
     "this server keeps no conversations, assistants or stores: send the messages to /v1/chat/completions"
 )
 _NO_TRAINING = "this server trains and evaluates nothing"
 _NOT_SERVED = {
-    "/v1/messages/batches": _NO_FILES,
+    "/v1/messages/batches": _NO_MESSAGES,
     "/v1/responses/compact": "this server compacts no conversations: truncation auto drops their first turns",
     "/v1/responses/input_tokens": "the usage of a response has its input_tokens; /tokenize counts messages",
     **dict.fromkeys(("/v1/audio", "/v1/images", "/v1/videos", "/v1/realtime"), _TEXT_ALONE),
     "/v1/moderations": "this server moderates nothing",
     "/pooling": "this server returns no hidden states here: /v1/embeddings returns embeddings",
-    **dict.fromkeys(("/v1/files", "/v1/uploads", "/v1/batches", "/v1/containers"), _NO_FILES),
+    **dict.fromkeys(("/v1/uploads", "/v1/containers"), _NO_UPLOADS),
     **dict.fromkeys(
         ("/v1/assistants", "/v1/threads", "/v1/conversations", "/v1/vector_stores", "/v1/chatkit"), _NO_AGENTS
     ),

@@ -88,6 +88,12 @@ def _read_falcon(config: ConfigFile) -> DecoderConfig:
         alibi = Alibi(alibi_slopes(num_heads), scale, is_rounded=True)
     else:
         rope = read_rope(config, read_positions(config))
+    width = config.int_or_none("ffn_hidden_size") or 4 * hidden_size
+    if config.int_or_none("ff_factor") not in (
+        None,
+        width // hidden_size,
+    ):  # a copy that transformers ignores
+        raise config.error("ff_factor", f"{width // hidden_size}, as ffn_hidden_size says, or no such key")
     return read_gpt_like(
         config,
         hidden_size=hidden_size,
@@ -95,7 +101,7 @@ def _read_falcon(config: ConfigFile) -> DecoderConfig:
         num_heads=num_heads,
         activation=read_activation(config, "activation", "gelu"),
         num_kv_heads=_read_falcon_kv_heads(config, num_heads),
-        intermediate_size=config.int_or_none("ffn_hidden_size") or 4 * hidden_size,
+        intermediate_size=width,
         max_positions=read_longest(config),
         norm_eps=config.number_or_none("layer_norm_epsilon") or 1e-5,
         ropes=(rope,) * num_layers,

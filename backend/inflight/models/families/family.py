@@ -32,7 +32,7 @@ WINDOWS_UNUSED: NeutralKeys = {"sliding_window": ANY, "max_window_layers": ANY}
 
 # Prefixes of tensors of multimodal models' other parts: encoders and projectors before the text part, draft
 # layers.
-_OTHER_PARTS = (
+OTHER_PARTS = (
     "vision_tower.",
     "vision_model.",
     "connector.",
@@ -46,6 +46,7 @@ _OTHER_PARTS = (
     "image_newline",
     "mtp.",
 )
+"""Beginnings of the names of tensors that multimodal models have beside the text part."""
 # transformers writes layers of Kimi K2.5's text part as blocks, like those of its vision tower.
 _KIMI_BLOCKS = (r"^language_model\.model\.blocks\.", "language_model.model.layers.")
 
@@ -418,7 +419,7 @@ class Family:
 
 def names_in_multimodal(names: WeightNames) -> WeightNames:
     """Return the names of a family's tensors in a multimodal model, where tensors of other parts are left out."""
-    others = tuple(prefix + part for prefix in ("model.", "") for part in _OTHER_PARTS)
+    others = tuple(prefix + part for prefix in ("model.", "") for part in OTHER_PARTS)
     return replace(
         names,
         left_out=(*(name for name in names.left_out if name not in others), *others),

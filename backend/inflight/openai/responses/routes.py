@@ -20,6 +20,7 @@ from inflight.openai.chat_completions import prepare_chat
 from inflight.openai.chat_prompts import ChatPrompt
 from inflight.openai.context import Context, answer_stream, answer_whole, context_of
 from inflight.openai.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, invalid, renamed_errors, unsupported
+from inflight.openai.listing import is_ascending, page_of
 from inflight.openai.prepared_body import PreparedBody
 from inflight.openai.request_ids import passage_of
 from inflight.openai.responses.body import (
@@ -81,30 +82,10 @@ async def get_response(response_id: str, request: Request) -> Response:
 async def list_input_items(response_id: str, request: Request) -> Response:
     """Return the items of the conversation that the response answers, the last first, in pages."""
     items = list(_find(request, response_id).items)
-    query = request.query_params
-    if (order := query.get("order", "desc")) not in ("asc", "desc"):
-        raise invalid("order", f"order is {order[:80]!r}, expected asc or desc")
-    limit = query.get("limit", str(_DEFAULT_LISTED))
-    if not (limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= _MAX_LISTED):
-        raise invalid("limit", f"limit is {limit[:80]!r}, expected a number from 1 to {_MAX_LISTED}")
-    if order == "desc":
+    if not is_ascending(request.query_params):
         items.reverse()
-    ids: list[str] = [msgspec.json.decode(item)["id"] for item in items]
-    start = 0
-    if (after := query.get("after")) is not None:
-        if after not in ids:
-            raise invalid("after", f"after is {after[:80]!r}, expected the id of one of the items")
-        start = ids.index(after) + 1
-    page, named = items[start : start + int(limit)], ids[start : start + int(limit)]
-    return JsonAnswer(
-        {
-            "object": "list",
-            "data": [msgspec.Raw(item) for item in page],
-            "first_id": named[0] if named else None,
-            "last_id": named[-1] if named else None,
-            "has_more": start + len(page) < len(items),
-        }
-    )
+    named = [(msgspec.json.decode(item)["id"], msgspec.Raw(item)) for item in items]
+    return JsonAnswer(page_of(named, request.query_params, _DEFAULT_LISTED, _MAX_LISTED))
 
 
 @router.post("/v1/responses/{response_id}/cancel")
