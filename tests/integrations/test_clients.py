@@ -40,15 +40,14 @@ multi_agent = false
 
 @pytest.mark.parametrize("client", LIBRARIES, ids=lambda client: client.name)
 def test_a_library_talks_calls_tools_and_reads_streams(client: Client, tmp_path: Path) -> None:
-    interpreter, program = _install(client, tmp_path), PROGRAMS / client.program
-    if client.is_npm:  # packages are found beside the program
-        program = Path(shutil.copy(program, tmp_path))
+    installed = _install(client, tmp_path)
+    program = shutil.copy(PROGRAMS / client.program, tmp_path)  # npm's packages are found beside it
     with answering(RULES) as url:
-        _run([interpreter, program], tmp_path, URL=url)
+        _run(["node" if client.is_npm else installed / "python", program], tmp_path, URL=url)
 
 
 def test_claude_code_writes_a_file(tmp_path: Path) -> None:
-    bin_folder, file = _install(CLAUDE_CODE, tmp_path).parent, tmp_path / "greeting.txt"
+    installed, file = _install(CLAUDE_CODE, tmp_path), tmp_path / "greeting.txt"
     rules = (
         ("successfully", "The greeting is written."),
         ("Write the greeting, please", call("Write", file_path=str(file), content="hello")),
@@ -56,7 +55,7 @@ def test_claude_code_writes_a_file(tmp_path: Path) -> None:
     command = ["-p", "Write the greeting, please.", "--allowedTools", "Write", "--output-format", "json"]
     with answering(rules) as url:
         printed = _run(
-            [bin_folder / "claude", *command],
+            [installed / "claude", *command],
             tmp_path,
             ANTHROPIC_BASE_URL=url,
             ANTHROPIC_AUTH_TOKEN="none",
@@ -69,7 +68,7 @@ def test_claude_code_writes_a_file(tmp_path: Path) -> None:
 
 
 def test_codex_runs_a_command_and_reads_its_output(tmp_path: Path) -> None:
-    bin_folder = _install(CODEX, tmp_path).parent
+    installed = _install(CODEX, tmp_path)
     rules = (
         ("made by codex", "The greeting is printed."),
         ("Print the greeting, please", call("exec_command", cmd="echo $(echo made) by codex")),
@@ -78,25 +77,23 @@ def test_codex_runs_a_command_and_reads_its_output(tmp_path: Path) -> None:
     command = ["exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
     with answering(rules) as url:
         (tmp_path / ".codex/config.toml").write_text(CODEX_SETTINGS.replace("URL", url))
-        printed = _run([bin_folder / "codex", *command, "Print the greeting, please."], tmp_path)
+        printed = _run([installed / "codex", *command, "Print the greeting, please."], tmp_path)
     assert printed.splitlines()[-1] == "The greeting is printed."
 
 
 def _install(client: Client, folder: Path) -> Path:
-    """Install a client in `folder`; return the interpreter of its programs, beside its own programs."""
+    """Install a client in `folder`; return the folder of its environment's programs."""
     if client.is_npm:
         npm = shutil.which("npm")
         if npm is None:
             pytest.skip("no npm")
         command = [npm, "install", "--no-fund", "--no-audit", "--silent", *client.packages]
         subprocess.run(command, cwd=folder, check=True)
-        node = folder / "node_modules/.bin/node"
-        node.symlink_to(shutil.which("node") or "node")
-        return node
+        return folder / "node_modules/.bin"
     venv.create(folder / "venv", with_pip=True)
-    python = folder / "venv/bin/python"
-    subprocess.run([python, "-m", "pip", "install", "--quiet", *client.packages], check=True)
-    return python
+    programs = folder / "venv/bin"
+    subprocess.run([programs / "python", "-m", "pip", "install", "--quiet", *client.packages], check=True)
+    return programs
 
 
 def _run(command: list[Path | str], folder: Path, **variables: str) -> str:
