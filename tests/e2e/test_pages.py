@@ -35,6 +35,7 @@ INSTALLS, DOCKER, CLUSTER = "installs packages", "needs Docker", "needs a cluste
 DEVELOPERS = "runs, measures or builds what this test is a part of"
 NOT_RUN: Mapping[str, Mapping[str, str]] = {
     "docs/chat.md": {".venv/bin/pip": INSTALLS},
+    "docs/clients.md": {"": "runs Claude Code; tests/integrations/test_clients.py runs it"},
     "docs/comparing.md": {"": "installs other systems"},
     "docs/contributing.md": {"": DEVELOPERS},
     "docs/demo-model.md": {"scripts/train": "trains for minutes"},

@@ -323,7 +323,11 @@ def assistant(*blocks: Any) -> dict[str, Any]:
             "thinking.budget_tokens is None, expected at least 1024 with enabled",
         ),
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "expected less than max_tokens, 100"),
-        ({"output_config": {"effort": "low"}}, "output_config.effort: the chat template"),
+        ({"output_config": {"effort": "lowest"}}, "output_config.effort: input should be"),
+        (
+            {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": 1}]}},
+            "context_management: this server edits no conversation",
+        ),
         ({"output_config": {"format": {"type": "json"}}}, "output_config.format.type: input should be"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "type is 'bash_20250124', expected custom"),
         ({"tools": [{"name": "f"}]}, "tools.0.input_schema is required"),
@@ -369,6 +373,16 @@ def test_errors_name_the_field_in_anthropics_form(
     assert set(body) == {"type", "error", "request_id"} and set(body["error"]) == {"type", "message"}
     assert body["request_id"] == caught.value.request_id
     assert says in body["error"]["message"]
+
+
+def test_an_effort_and_edits_without_effect_are_accepted(shared: Endpoint) -> None:
+    """Claude Code sends both with every request."""
+    edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    plain = shared.ask()
+    hinted = shared.ask(output_config={"effort": "high"}, extra_body={"context_management": edits})
+    assert comparable(hinted) == comparable(plain)
+    first, second = shared.engine.requests[-2:]
+    assert first.input_token_ids == second.input_token_ids
 
 
 @pytest.fixture(scope="module")

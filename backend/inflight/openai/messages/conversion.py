@@ -117,7 +117,7 @@ def convert(model: ServingModel, body: CountTokensBody) -> ConvertedChat:
         "continue_final_message": chat.messages[-1]["role"] == "assistant",
         **_tool_choice(body),
         **_thinking(model, body),
-        **_output(body),
+        **_output(model, body),
     }
     if isinstance(body, MessagesBody):
         fields |= {
@@ -175,11 +175,14 @@ def _thinking(model: ServingModel, body: CountTokensBody) -> dict[str, Any]:
     return fields
 
 
-def _output(body: CountTokensBody) -> dict[str, Any]:
+def _output(model: ServingModel, body: CountTokensBody) -> dict[str, Any]:
     asked = body.output_config
     if asked is None:
         return {}
-    fields: dict[str, Any] = {"reasoning_effort": asked.effort}
+    fields: dict[str, Any] = {}
+    # Claude Code sends an effort with every request, whatever the model is.
+    if asked.effort is not None and model.chat_template().reads("reasoning_effort", bool(body.tools)):
+        fields["reasoning_effort"] = asked.effort
     if asked.format is not None:
         schema = {"name": "answer", "schema": asked.format.schema_}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}

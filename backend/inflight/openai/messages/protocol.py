@@ -17,7 +17,10 @@ _MIN_BUDGET = 1024
 
 _NOT_SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "container": ((), "this server runs no code: send tools, and run them yourself"),
-    "context_management": (({},), "this server edits no conversation: send the messages that are to be read"),
+    "context_management": (
+        ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+        "this server edits no conversation: send the messages that are to be read",
+    ),
     "diagnostics": ((), "this server keeps no prompts to compare with"),
     "inference_geo": (("global", "not_available"), "this server is where it is"),
     "mcp_servers": (([],), "this server calls no others: send tools, and call them yourself"),

@@ -89,6 +89,7 @@ class ResponseBody(Body, BodyControls):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    client_metadata: dict[str, Any] | None = None  # of Codex
     seed: int | None = None
     stop: str | Texts = Field(default_factory=list)
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] = Field(default_factory=list[int])
