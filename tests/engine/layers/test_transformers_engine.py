@@ -265,7 +265,7 @@ def write_config(folder: Path, **values: Any) -> Path:
         ({"model_type": "vit", "architectures": ["ViTForImageClassification"]}, "has no decoder of text"),
         ({"model_type": "nemotron", "vision_config": {"hidden_size": 8}}, "more than text (vision_config)"),
         ({"model_type": "mpt", "architectures": ["MptForCausalLM"]}, "attention interface"),
-        ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
+        ({"model_type": "llama", "architectures": ["LlamaForTokenClassification"]}, "LlamaForCausalLM"),
         (
             {
                 "model_type": "theirs",
