@@ -132,7 +132,7 @@ def test_context_logits_that_are_too_large_to_repeat_are_in_a_streams_first_resp
         exact_server.grpc,
         outputs=["output_ids", "context_logits"],
         input_ids=[7] * 700,
-        request_output_len=64,  # more than arrive while the first response is being sent
+        request_output_len=300,  # more than arrive while the first response is being sent
         streaming=True,
         return_context_logits=True,
     )

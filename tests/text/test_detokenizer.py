@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from inflight.text.detokenizer import IncrementalDetokenizer
@@ -97,7 +97,9 @@ def test_with_a_prefix_the_deltas_continue_its_text(name: str, data: st.DataObje
 @given(prompt=TEXTS, completion=TEXTS)
 def test_the_last_ids_of_a_prompt_suffice(name: str, prompt: str, completion: str) -> None:
     prompt_ids, ids = tokenizer(name).encode(prompt), tokenizer(name).encode(completion)
-    few = stream(IncrementalDetokenizer(tokenizer(name), prefix_ids=prompt_ids[-16:]), ids)
+    last = prompt_ids[-16:]
+    assume(len(last) < 16 or tokenizer(name).decode(last))  # special tokens, for example, have no text
+    few = stream(IncrementalDetokenizer(tokenizer(name), prefix_ids=last), ids)
     assert few == stream(IncrementalDetokenizer(tokenizer(name), prefix_ids=prompt_ids), ids)
 
 
