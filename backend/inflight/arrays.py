@@ -33,6 +33,13 @@ def are_finite(array: NDArray[Any]) -> bool:
     return bool(np.isfinite(array).all())
 
 
+def to_float32(array: NDArray[Any]) -> NDArray[np.float32]:
+    """Return the values of an array of float32, float16 or BFLOAT16 as float32."""
+    if array.dtype == BFLOAT16:
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float32)
+
+
 def to_prompt_table(array: NDArray[Any], name: str) -> PromptTable:
     """Convert `array` [rows, hidden_size] to a prompt table; raise InvalidArgument if a value is not finite.
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inflight.arrays import BFLOAT16
+from inflight.arrays import BFLOAT16, to_float32
 from inflight.checkpoint_config import ConfigFile, read_config_file
 from inflight.errors import ConfigError
 from inflight.json_values import is_object
@@ -96,10 +96,7 @@ def _read_weight(folder: Path) -> NDArray[np.float32]:
             f"{path} has {CLASSIFICATION_HEAD} of {found.dtype} {list(found.shape)} in {len(raw)} bytes, expected "
             f"{', '.join(_DTYPES)} [classes, hidden size]"
         )
-    values = np.frombuffer(raw, dtype).reshape(found.shape)
-    if dtype == BFLOAT16:
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(np.float32)
+    return to_float32(np.frombuffer(raw, dtype).reshape(found.shape))
 
 
 def _num_bytes(tensor: StoredTensor, dtype: np.dtype[Any]) -> int:

@@ -85,8 +85,8 @@ def _install(client: Client, folder: Path) -> Path:
     """Install a client in `folder`; return the folder of its environment's programs."""
     if client.is_npm:
         npm = shutil.which("npm")
-        if npm is None:
-            pytest.skip("no npm")
+        if npm is None:  # it is no package of Python's, so that scripts/test cannot install it
+            pytest.skip("no npm on PATH")
         command = [npm, "install", "--no-fund", "--no-audit", "--silent", *client.packages]
         subprocess.run(command, cwd=folder, check=True)
         return folder / "node_modules/.bin"

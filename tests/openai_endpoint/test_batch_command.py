@@ -127,14 +127,17 @@ def test_requests_reach_the_engine_with_a_lower_priority_than_all_others(tmp_pat
 
 
 def test_a_live_request_starts_before_the_waiting_ones_of_a_batch(tmp_path: Path) -> None:
-    file = write_batch(tmp_path / "requests.jsonl", [completion(f"x{number}", 40) for number in range(30)])
+    file = write_batch(tmp_path / "requests.jsonl", [completion(f"x{number}", 100) for number in range(30)])
     output = tmp_path / "requests.output.jsonl"
-    with fake_engine(step_us=1000, max_batch_size="1", max_beam_width="1") as engine, served(engine) as url:
+    with (
+        fake_engine(step_us=1000, max_batch_size="1", max_beam_width="1") as engine,
+        served(engine) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client,
+    ):
         process = start(file, "--url", url, "--concurrency", 20)
         wait_for(lambda: num_lines(output) > 0)
         before = num_lines(output)
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
-            client.completions.create(model="demo", prompt="live", max_tokens=2)
+        client.completions.create(model="demo", prompt="live", max_tokens=2)
         after = num_lines(output)
         said, _ = process.communicate(timeout=PATIENCE_S)
     assert after - before <= 5, "19 of the batch were waiting"
@@ -242,7 +245,7 @@ def http_server(statuses: list[int | None]) -> Iterator[tuple[str, list[str]]]:
 def test_a_temporary_failure_is_sent_again(
     status: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(command.API_KEY_VARIABLE, "a-key second")
+    monkeypatch.setenv(command.API_KEYS_VARIABLE, "a-key second")
     file = write_batch(tmp_path / "requests.jsonl", [completion("x")])
     with http_server([status, 200]) as (url, seen):
         assert command.main([str(file), "--url", url]) == 0

@@ -18,7 +18,7 @@ from inflight.core.request.sampling_config import CONTROLS
 
 
 class AnyValue(Enum):
-    """The type of `ANY`."""
+    """A type with the one value `ANY`, so that type checkers can tell it from a tuple of values."""
 
     ANY = "any value"
 

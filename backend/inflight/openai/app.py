@@ -7,7 +7,7 @@ the application has ended.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
@@ -68,7 +68,8 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
-        loading = asyncio.create_task(_load(session, model))
+        # At the start the engine may still be loading.
+        loading = asyncio.create_task(_until_available(session, model.load))
         if jobs is not None:
             jobs.start()
         yield
@@ -97,12 +98,13 @@ def create_app(
     return app
 
 
-async def _load(session: EngineSession, model: ServingModel) -> None:
-    """Read the model's files as soon as the engine is available. At the start it may still be loading."""
+async def _until_available(session: EngineSession, ask: Callable[[], object]) -> None:
+    """Call a function that asks the engine, until the engine is available and has a description."""
     while True:
         try:
-            return await session.wait_for(model.load)
-        except InflightError:  # the engine is unavailable, or has no description yet
+            await session.wait_for(ask)
+            return
+        except InflightError:
             await asyncio.sleep(_ENGINE_CHECK_S)
 
 
@@ -112,17 +114,9 @@ def _jobs(app: FastAPI, context: Context, options: OpenAiOptions) -> BatchJobs |
         return None
 
     async def send(owner: bytes, request: BatchRequest) -> BatchAnswer:
-        await _wait_for_engine(context)  # time without an engine does not count as an attempt
+        # Time without an engine does not count as an attempt.
+        await _until_available(context.session, context.model.describe)
         return await call_application(app, request, owner)
 
     folder = BatchFolder(options.batch_dir, options.max_batch_bytes)
     return BatchJobs(folder, send, options.batch_concurrency)
-
-
-async def _wait_for_engine(context: Context) -> None:
-    while True:
-        try:
-            await context.session.wait_for(context.model.describe)
-            return
-        except InflightError:
-            await asyncio.sleep(_ENGINE_CHECK_S)

@@ -146,7 +146,7 @@ class _GenerateWriter:
         self._first = {"request_id": request_id, "output_mode": body.output_mode}
 
     def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """Return vLLM's GenerateResponse."""
+        """Return the body of an answer that is not streamed, vLLM's GenerateResponse."""
         prepared, num_top = self._prepared, self._body.sampling_params.prompt_logprobs
         prompt = None
         if num_top is not None and prepared.names is not None:

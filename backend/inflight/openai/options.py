@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from inflight.openai.batches import CONCURRENCY
 from inflight.pictures import options as picture_options
 from inflight.pooling import CONVERSIONS
 from inflight.serving.chat import reasoning_formats, tool_format_table
@@ -31,7 +32,6 @@ MAX_BODY_BYTES = 16 << 20
 MAX_STORED_RESPONSES = 1000
 MAX_STORED_BYTES = 64 << 20
 MAX_BATCH_BYTES = 1 << 30
-BATCH_CONCURRENCY = 16
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SIZE = re.compile(r"(\d+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 
@@ -91,7 +91,7 @@ class OpenAiOptions:
     max_stored_bytes: int = MAX_STORED_BYTES
     batch_dir: Path | None = None
     max_batch_bytes: int = MAX_BATCH_BYTES
-    batch_concurrency: int = BATCH_CONCURRENCY
+    batch_concurrency: int = CONCURRENCY
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -218,7 +218,7 @@ def _add_batch_arguments(add: Callable[..., argparse.Action]) -> None:
         "--batch-concurrency",
         metavar="N",
         type=_count,
-        default=BATCH_CONCURRENCY,
+        default=CONCURRENCY,
         help="number of requests of batches in flight, which should be lower than the number of slots "
         "(default: %(default)s)",
     )

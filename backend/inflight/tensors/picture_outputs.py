@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from inflight.arrays import to_float32
 from inflight.core.request.adapter import Matrix
 from inflight.errors import Unsupported
 from inflight.pictures.encoded_prompt import EncodedPrompt
@@ -46,7 +47,4 @@ def rotary_outputs(prompts: Sequence[EncodedPrompt]) -> dict[str, list[NDArray[A
 
 
 def _to_array(rows: Matrix) -> NDArray[np.float32]:
-    array = np.frombuffer(rows.buffer.data, _TYPES[rows.dtype]).reshape(rows.shape)
-    if rows.dtype == "bfloat16":
-        return (array.astype(np.uint32) << 16).view(np.float32)
-    return array.astype(np.float32)
+    return to_float32(np.frombuffer(rows.buffer.data, _TYPES[rows.dtype]).reshape(rows.shape))

@@ -274,7 +274,7 @@ def is_neutral(array: NDArray[Any], neutral: Neutral) -> bool:
 
 
 def decode_utf8(raw: bytes | str, name: str) -> str:
-    """Decode a BYTES element.
+    """Return an element of a BYTES tensor as text.
 
     Raises InvalidArgument with the tensor's name and the first byte that is not UTF-8.
     """

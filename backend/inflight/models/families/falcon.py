@@ -89,10 +89,8 @@ def _read_falcon(config: ConfigFile) -> DecoderConfig:
     else:
         rope = read_rope(config, read_positions(config))
     width = config.int_or_none("ffn_hidden_size") or 4 * hidden_size
-    if config.int_or_none("ff_factor") not in (
-        None,
-        width // hidden_size,
-    ):  # a copy that transformers ignores
+    # ff_factor repeats ffn_hidden_size, and transformers ignores it.
+    if config.int_or_none("ff_factor") not in (None, width // hidden_size):
         raise config.error("ff_factor", f"{width // hidden_size}, as ffn_hidden_size says, or no such key")
     return read_gpt_like(
         config,

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from inflight.arguments import Parser, program_name
 from inflight.errors import InflightError
+from inflight.openai.batches import CONCURRENCY, RETRIES
+from inflight.openai.options import API_KEYS_VARIABLE
 
-API_KEY_VARIABLE = "INFLIGHT_API_KEY"
 _DEFAULT_URL = "http://localhost:9000"
 _WRONG_USAGE = 2
 
@@ -71,14 +72,14 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--concurrency",
         type=_positive,
-        default=16,
+        default=CONCURRENCY,
         metavar="N",
         help="number of requests in flight (default: %(default)s)",
     )
     add(
         "--retries",
         type=_number,
-        default=10,
+        default=RETRIES,
         metavar="N",
         help="how often a request is sent again after the statuses 502, 503 and 504, or without an answer, with "
         "pauses of up to 30 s; after 429, a full queue, without a limit (default: %(default)s)",
@@ -87,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         "--api-key-file",
         type=_key_of_file,
         metavar="FILE",
-        help=f"file with the server's API key (default: the environment variable {API_KEY_VARIABLE})",
+        help=f"file with the server's API key (default: the environment variable {API_KEYS_VARIABLE})",
     )
     return parser
 
@@ -127,7 +128,7 @@ def _key_of_file(text: str) -> str:
 
 def _key_of_environment() -> str:
     """Return the first key of the environment variable; "": none."""
-    return re.split(r"[\s,]+", os.environ.get(API_KEY_VARIABLE, "").strip())[0]
+    return re.split(r"[\s,]+", os.environ.get(API_KEYS_VARIABLE, "").strip())[0]
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class FileRecord(msgspec.Struct, frozen=True):
     purpose: str
 
     def as_json(self) -> dict[str, object]:
-        """Return OpenAI's file object."""
+        """Return the description in the form of OpenAI's file object."""
         return {
             "id": self.id,
             "object": "file",
@@ -137,7 +137,7 @@ class BatchFolder:
         self._num_bytes += num_bytes
 
     def shrink(self, num_bytes: int) -> None:
-        """Count bytes no longer."""
+        """Give back bytes that `grow` has counted."""
         self._num_bytes -= num_bytes
 
     def content(self, file_id: str) -> Path:
@@ -175,7 +175,7 @@ class BatchFolder:
         return file_id in self._files
 
     def delete(self, file_id: str) -> None:
-        """Remove a file."""
+        """Remove the content and the description of a visible file, and give back its bytes."""
         found = self._files.pop(file_id)
         self.drop_record(file_id)
         self.content(file_id).unlink(missing_ok=True)

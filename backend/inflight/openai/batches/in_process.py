@@ -55,6 +55,6 @@ async def call_application(app: ASGIApp, request: BatchRequest, owner: bytes) ->
 
     try:
         await app(scope, receive, send)
-    except Exception:  # it has been answered with 500
+    except Exception:  # raised again by the middleware that has answered with 500
         _log.exception("a request of a batch failed")
     return BatchAnswer.read(status, request_id, b"".join(parts))

@@ -150,7 +150,7 @@ class BatchJobs:
             self._fail(batch, BatchProblem(error.error_code, str(error), error.line, error.field))
         except FolderFull as error:
             self._fail(batch, BatchProblem("storage_full", str(error)))
-        except Exception:
+        except Exception:  # clients must see an end, whatever has failed
             _log.exception("%s failed", batch.id)
             self._fail(batch, BatchProblem("server_error", "the server failed; its log has the reason"))
         finally:

@@ -31,9 +31,8 @@ URLS = (
 """Routes that a line of a batch may name; each takes the field `priority`."""
 LOWEST_PRIORITY = (1 << 31) - 1
 """Value of the field `priority` with which all other requests start first."""
-_DEFAULTS: dict[str, Json] = {
-    "/v1/responses": {"store": False}
-}  # else a batch would drop those that clients keep
+# Stored responses of a batch would displace those that clients keep.
+_DEFAULTS: dict[str, Json] = {"/v1/responses": {"store": False}}
 _FIELDS = ("custom_id", "method", "url", "body")
 _TEMPORARY = (429, 502, 503, 504)
 _BEGIN_OF_ANSWER = b'{"id":"batch_req_'

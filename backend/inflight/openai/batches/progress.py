@@ -39,7 +39,7 @@ class BatchProgress:
             self._bar.stop()
 
     def add(self, is_success: bool) -> None:
-        """Count one more answer."""
+        """Count a request as answered, and update the display."""
         self._done += 1
         self._failed += not is_success
         if self._bar is not None:

@@ -57,12 +57,12 @@ class BatchRecord(msgspec.Struct):
         return self.status in FINAL_STATUSES
 
     def set_status(self, status: str) -> None:
-        """Change the status now."""
+        """Set the status, and record the time of the change."""
         self.status = status
         self.times[status] = int(time.time())
 
     def as_json(self) -> dict[str, object]:
-        """Return OpenAI's batch object."""
+        """Return the state in the form of OpenAI's batch object."""
         return {
             "id": self.id,
             "object": "batch",

@@ -10,11 +10,9 @@ import random
 from collections.abc import Awaitable, Callable, Iterator
 from http import HTTPStatus
 
+from inflight.openai.batches import RETRIES
 from inflight.openai.batches.lines import BatchAnswer, BatchRequest
 
-DEFAULT_CONCURRENCY = 16
-"""Number of requests in flight: a quarter of the server's default of 64 slots, so that others need not wait."""
-DEFAULT_RETRIES = 10
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 
 Send = Callable[[BatchRequest], Awaitable[BatchAnswer]]
@@ -42,9 +40,8 @@ async def send_all(
 
     async def work() -> None:
         while True:
-            async with (
-                turn
-            ):  # on a thread: after an interruption, many lines are skipped before the first request
+            async with turn:
+                # On a thread, because after an interruption many lines are skipped before the first request.
                 request = await asyncio.to_thread(next, requests, None)
             if request is None:
                 return
@@ -62,7 +59,7 @@ async def send_all(
 async def send_until_final(
     request: BatchRequest,
     send: Send,
-    retries: int = DEFAULT_RETRIES,
+    retries: int = RETRIES,
     on_retry: Callable[[BatchAnswer], None] = lambda answer: None,
     first_pause_s: float = _FIRST_PAUSE_S,
 ) -> BatchAnswer:
