@@ -31,12 +31,10 @@ _LOOK_S = 0.25
 _GIVE_UP_S = 300.0
 _READY = "READY "
 _EVENTS = {
-    "tritonserver has begun": re.compile("Pinned memory pool"),
     "compiler has begun": re.compile("compiling the decoder"),
-    "weights are there": re.compile(r"Loading .* in [\d.]+ s"),
+    "weights are there": re.compile(r"Loading .* in [\d.]+ s|packed weights are mapped"),
     "KV cache is there": re.compile("KV cache: "),
 }
-_LOADED = re.compile(r"successfully loaded '(\w+)'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +188,6 @@ class _Log:
             for name, pattern in _EVENTS.items():
                 if pattern.search(line):
                     self.events_s.setdefault(name, after_s)
-            if found := _LOADED.search(line):
-                self.events_s[f"{found[1]} is loaded"] = after_s
             if line.startswith(_READY):
                 self.ready_s = after_s
                 self.ready.set()

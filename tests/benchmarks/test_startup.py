@@ -13,26 +13,29 @@ import pytest
 from benchmarks import startup
 from inflight.server import cli
 
-LOG = """\
-I1121 23:50:14.803680 1 pinned_memory_manager.cc:283] "Pinned memory pool disabled"
-I1121 23:50:37.402368 1 model_lifecycle.cc:839] "successfully loaded 'ensemble'"
-I1121 23:51:03.558974 1 log.py:24] "compiling the decoder's layers, once on this machine"
-I1121 23:52:48.483168 1 log.py:24] "Loading m1b: 2.47 GB in 75.8 s"
-I1121 23:52:48.707030 1 log.py:24] "KV cache: 10159 blocks of 32 tokens, 10159 MiB; kv_cache decides"
+_COMPILED = """\
+I1128 14:11:51.103558 1 host.py:178] "compiling the decoder's layers (bfloat16), once on this machine"
+I1128 14:11:56.459845 1 host.py:178] "Loading 1b: 2.47 GB in 2.2 s"
+I1128 14:11:56.464759 1 host.py:178] "KV cache: 9780 blocks of 32 tokens, 9780 MiB; kv_cache decides"
+"""
+_MAPPED = """\
+I1128 13:57:30.446473 1 engine] 2.47 GB of packed weights are mapped from /cache/1b.weights
+I1128 13:57:30.454398 1 engine] KV cache: 10269 blocks of 32 tokens, 10269 MiB; kv_cache decides
 """
 
 
 @pytest.mark.smoke
-def test_log_lines_become_events_in_order() -> None:
+@pytest.mark.parametrize(
+    ("lines", "events"),
+    [
+        (_COMPILED, ["compiler has begun", "weights are there", "KV cache is there"]),
+        (_MAPPED, ["weights are there", "KV cache is there"]),
+    ],
+)
+def test_log_lines_become_events_in_order(lines: str, events: list[str]) -> None:
     log = startup._Log(time.monotonic())
-    log.copy(io.StringIO(LOG))
-    assert list(log.events_s) == [
-        "tritonserver has begun",
-        "ensemble is loaded",
-        "compiler has begun",
-        "weights are there",
-        "KV cache is there",
-    ]
+    log.copy(io.StringIO(lines))
+    assert list(log.events_s) == events
     assert not log.ready.is_set()
     log.copy(io.StringIO("READY http=127.0.0.1:1 grpc=127.0.0.1:2 metrics=127.0.0.1:3 model=m\n"))
     assert log.ready.is_set() and log.ready_s is not None
