@@ -144,9 +144,11 @@ def check_room(
     beside = f"beside {weight_bytes / 2**20:.1f} MiB of weights"
     if state_bytes:
         if left < state_bytes:
+            sequences = config.max_num_sequences * left // (2 * state_bytes)
+            advice = f" (max_batch_size={sequences} leaves half to the KV cache)" if sequences else ""
             raise ConfigError(
-                f"{beside} the recurrent states do not fit: they take {state_bytes / 2**20:.1f} MiB, and "
-                f"{left / 2**20:.1f} MiB are left; {LESS_STATES}"
+                f"{beside} the recurrent states of {config.max_num_sequences} sequences do not fit: they take "
+                f"{state_bytes / 2**20:.1f} MiB, and {left / 2**20:.1f} MiB are left; {LESS_STATES}{advice}"
             )
         beside += f" and {state_bytes / 2**20:.1f} MiB of recurrent states"
     try:
