@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import logging
 import platform
@@ -162,6 +163,17 @@ def _settle_engine(parameters: Parameters, path: str) -> EngineConfig:
             "tensorrt or nothing"
         )
     return config
+
+
+def import_for_good() -> None:
+    """Import torch and the engine, and exempt their objects from garbage collection.
+
+    Called at most once, before the engine is built, in a process that has no other engine: otherwise full
+    collections visit a million objects while the engine is built. Objects that exist now are exempt too, and
+    whatever they refer to later is never freed.
+    """
+    _import_engine()
+    gc.freeze()
 
 
 def _import_engine() -> None:

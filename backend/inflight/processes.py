@@ -48,17 +48,15 @@ def exempt_from_collection() -> None:
 
 @contextlib.contextmanager
 def without_collection() -> Generator[None, None, None]:
-    """Make no garbage collection in this context, and exempt the objects that exist at its end.
+    """Make no garbage collection in this context.
 
-    For the import of torch, whose million objects all stay: collections take a sixth of the import's time, and
-    the next full one would take 0.1 s.
+    For the import of torch, whose million objects all stay: collections take a sixth of the import's time.
     """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
         if was_enabled:
             gc.enable()
 

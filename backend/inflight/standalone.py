@@ -128,9 +128,11 @@ def _start_engine(
 ) -> RunningEngine:
     """Load the model and serve it at the socket. Raises ServeError if the model cannot be loaded."""
     from inflight.build import build_engine, check_parameters
+    from inflight.load_model import import_for_good
 
     try:
         check_parameters(parameters)
+        import_for_good()
         version = repository.path / _ENGINE / "1"
         running = build_engine(parameters, str(version), str(socket), on_hang=on_hang)
     except ConfigError as error:

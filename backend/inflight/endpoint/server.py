@@ -81,7 +81,7 @@ class EndpointServer:
         self.access_log = AccessLog()
         self._path = native(path)
         self._lock = threading.Lock()
-        self._connections: set[_ClientConnection] = set()
+        self._connections: dict[_ClientConnection, None] = {}  # in the order of their arrival
         self._closing = threading.Event()
         self._listening = listen(self._path)
         self._thread = threading.Thread(target=self._accept, name="endpoint-accept", daemon=True)
@@ -121,13 +121,13 @@ class EndpointServer:
                 continue
             connection = _ClientConnection(self, accepted)
             with self._lock:
-                self._connections.add(connection)
+                self._connections[connection] = None
             connection.start()
 
     def forget(self, connection: _ClientConnection) -> None:
         """Remove a connection that has ended."""
         with self._lock:
-            self._connections.discard(connection)
+            self._connections.pop(connection, None)
 
 
 class _ClientConnection:

@@ -74,6 +74,9 @@ class TritonPythonModel(engine.TritonPythonModel):
         config["parameters"]["gpt_model_path"] = config["parameters"].pop(PARAMETER)
         super().initialize({**args, "model_config": json.dumps(config)})
 
+    def import_engine(self) -> None:
+        """Do nothing: the fake engine needs no torch."""
+
     def load_model(
         self, parameters: Parameters, version_dir: str, rank_context: RankContext | None
     ) -> LoadedModel:

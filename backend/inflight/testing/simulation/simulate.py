@@ -1,12 +1,14 @@
-"""Search random seeds for a fault of the scheduler: `inflight simulate [--minutes N] [--seed S]`.
+"""Search random seeds for a fault: `inflight simulate [--minutes N] [--seed S] [--debug]`.
 
-Every seed makes scenarios of requests, stops and failures of the device. Each runs on four kinds of device
-and with three kinds of models. Every request must get the result that it gets when it runs alone.
+Every seed makes scenarios of requests, stops and failures of the device for the scheduler. Each runs on four
+kinds of device and with three kinds of models. Then a whole server runs on a simulated machine, with its threads,
+processes and sockets. Every request must get the result that it gets when it runs alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import pdb
 import random
 import sys
 import time
@@ -16,45 +18,67 @@ from functools import partial
 from itertools import count, product
 
 from inflight.arguments import Parser, program_name
+from inflight.testing.machine import whole_server
 
-from .scenario import DEVICES, DRAWS, MODELS, Scenario, time_of
+from .scenario import DEVICES, DRAWS, MODELS, time_of
 from .simulated_server import run
 
 _MAX_SEED = 2**32
 _REPORT_EVERY_S = 10.0
-_NS_PER_HOUR = 3600 * 10**9
+_NS_PER_S = 10**9
+_NS_PER_HOUR = 3600 * _NS_PER_S
 _MAX_SHOWN = 20  # failures
 
 
-def scenarios(seed: int) -> Iterator[tuple[str, Callable[[], Scenario]]]:
-    """Yield the name of each scenario of a seed, and a function that makes it."""
+WHOLE_SERVER = "whole server"
+
+
+def scenarios(seed: int) -> Iterator[tuple[str, Callable[[], int]]]:
+    """Yield the name of each scenario of a seed, and a function that runs it and returns its simulated time in
+    nanoseconds."""
     for names in product(DRAWS, DEVICES, MODELS):
-        yield ", ".join(names), partial(_make, seed, *names)
+        yield ", ".join(names), partial(_run, seed, *names)
+    yield WHOLE_SERVER, partial(_run_whole_server, seed)
 
 
-def _make(seed: int, drawn: str, device: str, model: str) -> Scenario:
-    return MODELS[model](DEVICES[device](DRAWS[drawn](seed)))
+def _run(seed: int, drawn: str, device: str, model: str) -> int:
+    scenario = MODELS[model](DEVICES[device](DRAWS[drawn](seed)))
+    return time_of(run(scenario).num_iterations) - time_of(0)
+
+
+def _run_whole_server(seed: int) -> int:
+    return int(whole_server.run(seed).simulated_s * _NS_PER_S)
 
 
 class Search:
-    """Runs the scenarios of one seed after another, and counts them."""
+    """Runs the scenarios of one seed after another, and counts them.
 
-    def __init__(self) -> None:
+    Args:
+        debugs: Whether to stop in a debugger where a scenario failed.
+    """
+
+    def __init__(self, debugs: bool = False) -> None:
+        self._debugs = debugs
         self.num_seeds = self.num_runs = self.num_failed = 0
         self._simulated_ns = 0
         self._begun_s = time.monotonic()
 
     def try_seed(self, seed: int) -> None:
         """Run all scenarios of a seed; print those that fail, with the error's traceback for the first one."""
-        for name, make in scenarios(seed):
+        for name, run_scenario in scenarios(seed):
             try:
-                self._simulated_ns += time_of(run(make()).num_iterations) - time_of(0)
+                self._simulated_ns += run_scenario()
             except Exception as error:  # an oracle's AssertionError, or an error of the code under test
                 self.num_failed += 1
                 if self.num_failed == 1:
                     traceback.print_exc()
                 if self.num_failed <= _MAX_SHOWN:
                     _say(f"seed {seed} failed ({name}): {type(error).__name__}: {error}")
+                    if name == WHOLE_SERVER:
+                        _say(f"seed {seed} fails {whole_server.fewest_faults(seed)}")
+                if self._debugs:
+                    # A simulated thread's own error is the cause of the machine's.
+                    pdb.post_mortem((error.__cause__ or error).__traceback__)
             self.num_runs += 1
         self.num_seeds += 1
 
@@ -73,6 +97,9 @@ def main() -> int:
     parser = Parser(prog=program_name("scripts/simulate"), description=__doc__)
     parser.add_argument("--minutes", type=float, metavar="N", help="end after N minutes; default: at Ctrl-C")
     parser.add_argument("--seed", type=int, metavar="S", help="run this seed only, to repeat a failure")
+    parser.add_argument(
+        "--debug", action="store_true", help="stop in Python's debugger where a scenario fails"
+    )
     options = parser.parse_args()
     if options.minutes is not None and not options.minutes > 0:
         parser.error(f"--minutes {options.minutes:g}: expected a number above 0")
@@ -80,7 +107,7 @@ def main() -> int:
         parser.error(f"--seed {options.seed}: expected 0 or more")
     if not __debug__:
         parser.error("python -O removes the assertions that find faults: run it without -O")
-    search = Search()
+    search = Search(options.debug)
     with contextlib.suppress(KeyboardInterrupt):
         _search(search, options.seed, options.minutes)
     _say(search.report())

@@ -133,6 +133,7 @@ class TritonPythonModel:
         # Triton keeps an unloaded model alive while a client holds a stream that used it, but there is one
         # endpoint path, and memory for one engine only.
         retire_predecessor(path, UNLOAD_TIMEOUT_S)
+        self.import_engine()
         self._running = build_engine(
             job.parameters,
             job.version_dir,
@@ -142,6 +143,12 @@ class TritonPythonModel:
             on_hang=self._lose_engine,
         )
         return self._running
+
+    def import_engine(self) -> None:
+        """Import what `load_model` needs. A subclass that overrides `load_model` may override this."""
+        from inflight.load_model import import_for_good
+
+        import_for_good()
 
     def load_model(
         self, parameters: Parameters, version_dir: str, rank_context: RankContext | None

@@ -1,0 +1,312 @@
+"""Simulated Unix sockets: streams with a bounded buffer, whose bytes arrive late and in pieces.
+
+The order of the bytes of a stream is kept; different streams delay each other in no way. A killed process cuts its
+messages where they are, and `Network.cut` cuts a connection.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+import struct
+from collections import deque
+from types import SimpleNamespace
+
+from .scheduler import Machine, Process, Waiters
+from .threads import SimulatedModule
+
+_CREDENTIALS = struct.Struct("iII")
+_TIMEOUT = struct.Struct("ll")
+_LONGEST_DELAY_S = 0.002
+_SLOWEST_DELAY_S = 2.0  # of few pieces
+_BUFFERS = (200, 4_000, 200_000)
+
+
+class Stream:
+    """One direction of a connection: bytes on their way, and bytes that have arrived.
+
+    Attributes:
+        arrived: Bytes that can be read.
+        is_ended: Whether the writing side has closed it; bytes on their way still arrive.
+        is_refused: Whether the reading side takes no more: writing raises BrokenPipeError.
+        is_reset: Whether reading and writing raise ConnectionResetError.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self.arrived = bytearray()
+        self.is_ended = self.is_refused = self.is_reset = False
+        self.readers, self.writers = Waiters(machine), Waiters(machine)
+        self._machine = machine
+        self._capacity = machine.rng.choice(_BUFFERS)
+        self._on_their_way: deque[bytes] = deque()
+        self._num_on_their_way = 0
+
+    @property
+    def room(self) -> int:
+        """How many bytes can be written now."""
+        return max(0, self._capacity - len(self.arrived) - self._num_on_their_way)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no more bytes will arrive."""
+        return self.is_reset or (self.is_ended and not self._on_their_way)
+
+    def write(self, data: bytes) -> None:
+        """Send bytes, for which there is room, in up to three pieces."""
+        rng = self._machine.rng
+        cuts = sorted(rng.randrange(len(data) + 1) for _ in range(rng.choice([0, 0, 0, 1, 2])))
+        delay_s = 0.0
+        for begin, end in zip([0, *cuts], [*cuts, len(data)]):
+            if begin < end:
+                self._on_their_way.append(data[begin:end])
+                self._num_on_their_way += end - begin
+                longest_s = _SLOWEST_DELAY_S if rng.random() < 0.005 else _LONGEST_DELAY_S
+                delay_s += rng.random() * longest_s
+                self._machine.call_later(delay_s, self._arrive)
+
+    def _arrive(self) -> None:
+        if self._on_their_way and not self.is_reset:
+            piece = self._on_their_way.popleft()
+            self._num_on_their_way -= len(piece)
+            self.arrived += piece
+        self.readers.wake()
+
+    def read(self, count: int) -> bytes:
+        """Take at most `count` bytes that have arrived."""
+        taken = bytes(self.arrived[:count])
+        del self.arrived[:count]
+        self.writers.wake()
+        return taken
+
+    def end(self) -> None:
+        """Close the writing side."""
+        self.is_ended = True
+        self.readers.wake()
+        self.writers.wake()
+
+    def refuse(self) -> None:
+        """Close the reading side."""
+        self.is_refused = True
+        self.readers.wake()
+        self.writers.wake()
+
+    def reset(self) -> None:
+        """Lose the bytes on their way."""
+        self.is_reset = True
+        self._on_their_way.clear()
+        self.end()
+
+
+class Network:
+    """The sockets of a machine: listeners by path, and all connections."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.files: dict[str, Socket | None] = {}  # the socket that listens at a path; None: it is dead
+        self.connections: list[tuple[Stream, Stream]] = []
+
+    def cut(self, connection: tuple[Stream, Stream]) -> None:
+        """Break a connection: both sides lose the bytes on their way, perhaps inside a message."""
+        for stream in connection:
+            stream.reset()
+
+    def sockets(self) -> SimulatedModule:
+        """Return the machine's module `socket`."""
+        network = self
+
+        class MachineSocket(Socket):
+            def __init__(self, family: int = socket.AF_UNIX) -> None:
+                super().__init__(network)
+
+        return SimulatedModule(socket, {"socket": MachineSocket})
+
+    def files_of_sockets(self) -> SimulatedModule:
+        """Return the machine's module `os`, as far as it is about sockets' files."""
+
+        def lstat(path: str) -> SimpleNamespace:
+            if path not in self.files:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+            return SimpleNamespace(st_mode=stat.S_IFSOCK)
+
+        def unlink(path: str) -> None:
+            lstat(path)
+            del self.files[path]
+
+        def chmod(path: str, mode: int) -> None:
+            lstat(path)
+
+        return SimulatedModule(
+            os,
+            {
+                "lstat": lstat,
+                "unlink": unlink,
+                "chmod": chmod,
+                "getpid": lambda: self.machine.process.pid,
+                "getppid": lambda: 1,
+            },
+        )
+
+
+class Socket:
+    """`socket.socket(AF_UNIX)` of the process whose thread makes it."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._machine = network.machine
+        self._process: Process = self._machine.process
+        self._path: str | None = None
+        self._backlog: deque[Socket] | None = None
+        self._timeout_s: float | None = None
+        self._send_timeout_s: float | None = None
+        self._is_closed = self._is_shut = False
+        self._accepting = Waiters(self._machine)
+        self._peer: Process | None = None
+        self._in: Stream | None = None
+        self._out: Stream | None = None
+        self._process.resources[id(self)] = self
+
+    def __enter__(self) -> Socket:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------- listening
+
+    def bind(self, path: str) -> None:
+        if path in self._network.files:
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+        self._network.files[path] = None
+        self._path = path
+
+    def listen(self, backlog: int = 128) -> None:
+        assert self._path is not None
+        self._backlog = deque()
+        self._network.files[self._path] = self
+
+    def accept(self) -> tuple[Socket, str]:
+        assert self._backlog is not None
+        while not self._backlog:
+            if self._is_shut or self._is_closed:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            self._accepting.wait()
+        self._machine.pause()
+        if self._machine.rng.random() < 0.02:  # no descriptors left; the connection stays in the backlog
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return self._backlog.popleft(), ""
+
+    # ---------------------------------------------------------------- connecting
+
+    def connect(self, path: str) -> None:
+        self._machine.pause()
+        if path not in self._network.files:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        listening = self._network.files[path]
+        if listening is None or listening._backlog is None or listening._is_shut:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+        here, there = Stream(self._machine), Stream(self._machine)
+        accepted = object.__new__(type(self))
+        accepted.__dict__ |= self.__dict__
+        accepted._process, accepted._peer = listening._process, self._process
+        accepted._in, accepted._out = here, there
+        accepted._timeout_s = accepted._send_timeout_s = None
+        accepted._accepting = Waiters(self._machine)
+        listening._process.resources[id(accepted)] = accepted
+        self._in, self._out, self._peer = there, here, listening._process
+        self._network.connections.append((here, there))
+        listening._backlog.append(accepted)
+        listening._accepting.wake()
+
+    def getsockopt(self, level: int, option: int, length: int = 0) -> bytes:
+        assert option == socket.SO_PEERCRED and self._peer is not None
+        return _CREDENTIALS.pack(self._peer.pid, os.geteuid(), os.getegid())
+
+    def setsockopt(self, level: int, option: int, value: bytes) -> None:
+        assert option == socket.SO_SNDTIMEO
+        seconds, microseconds = _TIMEOUT.unpack(value)
+        self._send_timeout_s = seconds + microseconds / 1e6
+
+    def settimeout(self, seconds: float | None) -> None:
+        self._timeout_s = seconds
+
+    # ---------------------------------------------------------------- bytes
+
+    def sendall(self, data: bytes | memoryview) -> None:
+        stream = self._stream(self._out)
+        left = bytes(data)
+        while True:
+            self._machine.pause()
+            if stream.is_reset:
+                raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+            if stream.is_refused or stream.is_ended or self._is_shut:
+                raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+            now, left = left[: stream.room], left[stream.room :]
+            if now:
+                stream.write(now)
+            if not left:
+                return
+            timeout_s = self._send_timeout_s if self._timeout_s is None else self._timeout_s
+            if not stream.room and not stream.writers.wait(timeout_s):
+                if self._timeout_s is not None:
+                    raise TimeoutError("timed out")
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    def recv(self, count: int, flags: int = 0) -> bytes:
+        stream = self._stream(self._in)
+        self._machine.pause()
+        waits_for_all = bool(flags & socket.MSG_WAITALL) and self._machine.rng.random() < 0.9
+        received = stream.read(count)
+        while len(received) < (count if waits_for_all else 1) and not stream.is_over and not self._is_shut:
+            if not stream.readers.wait(self._timeout_s):
+                raise TimeoutError("timed out")
+            received += stream.read(count - len(received))
+        if stream.is_reset and not received:
+            raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+        return received
+
+    def recv_into(self, buffer: memoryview) -> int:
+        received = self.recv(len(buffer))
+        buffer[: len(received)] = received
+        return len(received)
+
+    def _stream(self, stream: Stream | None) -> Stream:
+        if self._is_closed:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        if stream is None:
+            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+        return stream
+
+    # ---------------------------------------------------------------- the end
+
+    def shutdown(self, how: int) -> None:
+        if self._is_closed:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        self._is_shut = True
+        self._leave()
+        self._machine.pause()
+
+    def _leave(self) -> None:
+        self._accepting.wake()
+        if self._in is not None and self._out is not None:
+            self._in.refuse()
+            self._out.end()
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._process.resources.pop(id(self), None)
+        self._leave()
+        if self._in is not None and self._out is not None and self._in.arrived:
+            self._out.reset()  # the kernel tells the peer that bytes were not read
+        if self._backlog is not None and self._path is not None:
+            if self._network.files.get(self._path) is self:
+                self._network.files[self._path] = None
+            for waiting in self._backlog:
+                waiting.close()
+
+    def end_with_process(self) -> None:
+        """Close the socket as the kernel does when its process is killed."""
+        self.close()

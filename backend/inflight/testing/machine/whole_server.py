@@ -1,0 +1,495 @@
+"""A whole server on a simulated machine: an engine's process and front ends, with faults of every kind.
+
+The engine's process is what `inflight.build` makes, with the fake engine: loop, scheduler, local client and
+endpoint. Front ends are processes with the endpoint's client, whose users submit, stop and abandon requests. A
+seed chooses everything. `run` returns what happened; it raises AssertionError if a promise was broken.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from zlib import crc32
+
+from inflight.build import RunningEngine, build_engine
+from inflight.config import Parameters
+from inflight.core.request.handle import RequestHandle
+from inflight.core.request.request import Request
+from inflight.core.request.response import Response
+from inflight.core.request.stop import StopReason
+from inflight.core.schedule.batch import EngineLimits, ScheduledBatch
+from inflight.endpoint.client import SocketEngineClient
+from inflight.errors import ConfigError, InflightError, StepFailed, Unavailable
+from inflight.load_model import LoadedModel
+from inflight.testing.fake_engine import FakeEngine, FakeLogits
+from inflight.testing.simulation.integrity import check_integrity
+from inflight.testing.simulation.scenario import draw
+
+from . import modules
+from .answers import check_ticket
+from .scheduler import Machine, Process
+from .sockets import Network
+from .threads import Lock
+
+_PATH = "/run/engine.sock"
+_LONGEST_S = 900.0
+_MOST_FAULTS = 8
+_QUERY_TIMEOUT_S = 20.0
+_IDLE_S = 20.0  # until nothing of a request is left, once all front ends have their answers
+
+
+@dataclass
+class Ticket:
+    """A request of one user, and what became of it.
+
+    Attributes:
+        request: The request, with the id of the scenario.
+        responses: Responses that the front end got, in order.
+        refusal: The error that `submit` raised.
+        stops: The reasons for which it was asked to end, with the index of a sequence or None.
+        submitted_ns, answered_ns: When it was submitted, and when its last response came; 0: not yet.
+    """
+
+    request: Request
+    submitted_ns: int
+    responses: list[Response] = field(default_factory=list[Response])
+    refusal: InflightError | None = None
+    stops: list[tuple[StopReason, int | None]] = field(default_factory=list[tuple[StopReason, int | None]])
+    answered_ns: int = 0
+
+    @property
+    def is_answered(self) -> bool:
+        """Return whether it has its last response, or was refused."""
+        return self.refusal is not None or bool(self.responses and self.responses[-1].is_final)
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """Results of a run.
+
+    Attributes:
+        num_requests: Requests that were submitted.
+        endings: How many ended, by finish reason or code of the error.
+        faults: How many faults there were, by kind.
+        simulated_s: Simulated seconds.
+        num_switches: How often a simulated thread was run.
+        trace: A digest of all responses and their times, equal for equal seeds.
+    """
+
+    num_requests: int
+    endings: Counter[str]
+    faults: Counter[str]
+    simulated_s: float
+    num_switches: int
+    trace: int
+
+
+class _LoopDies(BaseException):
+    """An error that the loop does not survive."""
+
+
+class _FailingEngine(FakeEngine):
+    """A fake engine that sometimes raises, as a device does."""
+
+    def __init__(self, limits: EngineLimits, seconds_per_step: float, fails: Callable[[], bool]) -> None:
+        super().__init__(limits, seconds_per_step)
+        self._fails = fails
+        self.must_die = False
+
+    def forward(self, batch: ScheduledBatch) -> FakeLogits:
+        """Compute a batch, or raise."""
+        if self._fails():
+            raise RuntimeError("the simulated device failed")
+        if self.must_die:
+            raise _LoopDies
+        return super().forward(batch)
+
+
+class WholeServer:
+    """One run.
+
+    Args:
+        seed: Chooses the requests, the settings, the faults, and the order of all threads.
+        most_faults: Only the first so many faults are caused; None: all.
+    """
+
+    def __init__(self, seed: int, most_faults: int | None = None) -> None:
+        scenario = draw(seed)
+        self.machine = Machine(seed)
+        self.network = Network(self.machine)
+        self.rng = random.Random(seed + 1)
+        overlaps = self.rng.random() < 0.3
+        self.limits = replace(
+            scenario.limits,
+            num_adapter_pages=0,
+            overlaps_iterations=overlaps,
+            takes_all_processors=self.rng.random() < 0.4,
+        )
+        self.requests = [replace(request, lora=None) for request in scenario.requests.values()]
+        self.invalid = scenario.invalid
+        self.tickets: list[Ticket] = []
+        self.faults: Counter[str] = Counter()
+        self._config = scenario.config
+        self._step_s = self.rng.choice([0.0, 0.001, 0.02, 0.2])
+        self._fails = self.rng.choice([0.0, 0.0, 0.02, 0.2])
+        self._has_slow_readers = self.rng.random() < 0.4
+        has_faults, num_faults = self.rng.random() < 0.8, self.rng.randint(1, _MOST_FAULTS)
+        self._num_faults = min(num_faults * has_faults, _MOST_FAULTS if most_faults is None else most_faults)
+        self._fault_times: list[tuple[int, float]] = []
+        self._failures_ns: list[int] = []
+        self._engine: RunningEngine | None = None
+        self._engine_process: Process | None = None
+        self._front_ends: list[Process] = []
+        self._users_left: Counter[Process] = Counter()  # users of live front ends who still have requests
+        self._chaos_is_over = False
+        self._is_closing = False
+
+    def run(self) -> RunReport:
+        """Run to the end, and check all promises."""
+        machine = self.machine
+        with modules.on(machine, self.network):
+            operator = machine.start_process("operator")
+            machine.spawn(operator, self._operate, "operator")
+            machine.run_until(self._is_done, _LONGEST_S)
+            self._check_answers()
+            machine.run_until(self._is_idle, _IDLE_S)
+            self._abandon_request()
+            machine.spawn(operator, self._close_engine, "closing")
+            machine.run_until(lambda: self._engine is None, 60.0)
+            self._check_threads()
+            answers = [
+                (ticket.answered_ns, len(ticket.responses), self._ending(ticket)) for ticket in self.tickets
+            ]
+            return RunReport(
+                len(self.tickets),
+                Counter(map(self._ending, self.tickets)),
+                self.faults,
+                (machine.now_ns - 10**9) / 1e9,
+                machine.num_switches,
+                crc32(str(answers).encode()),
+            )
+
+    def _is_done(self) -> bool:
+        return self._chaos_is_over and not self._users_left.total()
+
+    def _is_idle(self) -> bool:
+        """Whether the engine holds nothing of requests and of connections that have ended."""
+        assert self._engine is not None and self._engine._endpoint is not None
+        connections = list(self._engine._endpoint._connections)
+        num_alive = sum(process.is_alive for process in self._front_ends)
+        return (
+            not self._engine._manager._scheduler.num_active
+            and not self._engine.client._targets
+            and len(connections) <= num_alive
+            and not any(each._handles or each._delivery._waiting for each in connections)
+        )
+
+    # ---------------------------------------------------------------- processes
+
+    def _start_engine(self) -> None:
+        """Start an engine's process; it takes a while until it listens."""
+        process = self.machine.start_process("engine")
+        self._engine_process = process
+        self.machine.spawn(process, lambda: self._be_engine(process), "main")
+
+    def _be_engine(self, process: Process) -> None:
+        self.machine.sleep(self.rng.random() * 2)
+        parameters = replace(
+            Parameters(), scheduler=self._config, enable_state_requests=True, stats_check_period_ms=0
+        )
+        try:
+            engine = build_engine(parameters, "", _PATH, load=self._load)
+        except ConfigError as error:
+            raise AssertionError(f"an engine cannot start: {error}") from error
+        object.__setattr__(engine, "_closing", Lock(self.machine))  # its own was made with the class
+        if process is self._engine_process:
+            self._engine = engine
+
+    def _load(self, parameters: Parameters, version_dir: str, rank_context: object) -> LoadedModel:
+        return LoadedModel(_FailingEngine(self.limits, self._step_s, self._step_fails), "", "none", ())
+
+    def _step_fails(self) -> bool:
+        if self._chaos_is_over or self.rng.random() >= self._fails:
+            return False
+        self.faults["failed iteration"] += 1
+        self._failures_ns.append(self.machine.now_ns)
+        return True
+
+    def _start_front_end(self) -> None:
+        """Start a front end with up to four users."""
+        process = self.machine.start_process("front end")
+        self._front_ends.append(process)
+        num_users = self._users_left[process] = self.rng.randint(1, 4)
+
+        def connect() -> None:
+            client = SocketEngineClient(_PATH)
+            for _ in range(num_users):
+                self.machine.spawn(process, lambda: self._use(client, process), "user")
+
+        self.machine.spawn(process, connect, "main")
+
+    # ---------------------------------------------------------------- users
+
+    def _use(self, client: SocketEngineClient, process: Process) -> None:
+        """Submit some requests, one after the other or several at once, and wait for all answers."""
+        mine: list[Ticket] = []
+        for _ in range(self.rng.randint(1, 5)):
+            self.machine.sleep(self.rng.random() * self.rng.choice([0.01, 1.0, 5.0]))
+            if self.rng.random() < 0.1:
+                self._ask_for_state(client)
+            mine.append(self._submit(client))
+            while self.rng.random() < 0.6 and not mine[-1].is_answered:
+                self.machine.sleep(0.05)
+        while not all(ticket.is_answered for ticket in mine):
+            self.machine.sleep(0.2)
+        self._users_left[process] -= 1
+
+    def _submit(self, client: SocketEngineClient) -> Ticket:
+        ticket = Ticket(self.rng.choice(self.requests), self.machine.now_ns)
+        self.tickets.append(ticket)
+
+        def take(response: Response) -> None:
+            ticket.responses.append(response)
+            if response.is_final:
+                ticket.answered_ns = self.machine.now_ns
+            if self._has_slow_readers and self.rng.random() < 0.2:
+                self.machine.sleep(self.rng.random())
+
+        try:
+            handle = client.submit(ticket.request, take)
+        except InflightError as error:
+            ticket.refusal, ticket.answered_ns = error, self.machine.now_ns
+            return ticket
+        if self.rng.random() < 0.25:
+            self.machine.sleep(self.rng.random() * self.rng.choice([0.0, 0.1, 3.0]))
+            self._stop(ticket, handle)
+        return ticket
+
+    def _stop(self, ticket: Ticket, handle: RequestHandle) -> None:
+        sampling = ticket.request.sampling
+        reasons = [StopReason.CANCELLED, StopReason.TIMED_OUT]
+        if not sampling.uses_beams:
+            reasons.append(StopReason.STOP_WORDS)
+        reason = self.rng.choice(reasons)
+        index = self.rng.choice([None, self.rng.randrange(sampling.num_sequences)])
+        ticket.stops.append((reason, index))
+        handle.stop(reason, index)
+
+    def _ask_for_state(self, client: SocketEngineClient) -> None:
+        begun_ns = self.machine.now_ns
+        try:
+            state = json.loads(client.state(_QUERY_TIMEOUT_S))
+        except Unavailable:
+            is_expected = self._has_slow_readers or self._was_disturbed(begun_ns, self.machine.now_ns)
+            assert is_expected, "no answer to a query"
+            return
+        assert state["unanswered_requests"] >= state["queued_requests"] >= 0
+
+    # ---------------------------------------------------------------- faults
+
+    def _operate(self) -> None:
+        """Start the server and its users, cause faults for a while, and repair everything."""
+        self._start_engine()
+        for _ in range(self.rng.randint(1, 3)):
+            self.machine.sleep(self.rng.random() * 3)
+            self._start_front_end()
+        for _ in range(self._num_faults):
+            self.machine.sleep(self.rng.random() * self.rng.choice([0.1, 2.0, 10.0]))
+            self._cause(self.rng.choice(list(FAULTS)))
+        while self._engine is None:
+            self.machine.sleep(0.5)
+        self._chaos_is_over = True
+
+    def _cause(self, kind: str) -> None:
+        self.faults[kind] += 1
+        begun_ns = self.machine.now_ns
+        self._fault_times.append((begun_ns, math.inf))
+        FAULTS[kind](self)
+        self._fault_times[-1] = begun_ns, self.machine.now_ns
+
+    def _kill_engine(self) -> None:
+        assert self._engine_process is not None
+        self._engine = None
+        self.machine.kill(self._engine_process)
+        self._replace_engine()
+
+    def _replace_engine(self) -> None:
+        self.machine.sleep(self.rng.random() * self.rng.choice([0.1, 10.0]))
+        self._start_engine()
+        while self._engine is None:
+            self.machine.sleep(0.1)
+
+    def _stop_engine(self) -> None:
+        assert self._engine_process is not None
+        self._stop_process(self._engine_process)
+
+    def _stop_process(self, process: Process) -> None:
+        seconds = self.rng.choice([0.1, 3.0, 60.0])
+        self.machine.stop(process, seconds)
+        self.machine.sleep(seconds + 0.1)
+
+    def _unload_engine(self) -> None:
+        """Close the engine as an unload does, with a short or a long time for requests in flight."""
+        if self._engine is None:
+            return
+        self._close_engine()
+        self._replace_engine()
+
+    def _end_loop(self) -> None:
+        """Let the next iteration end the loop, which answers all requests, and replace the engine."""
+        if self._engine is None:
+            return
+        device = self._engine._manager._engine
+        assert isinstance(device, _FailingEngine)
+        device.must_die = True
+        self.machine.sleep(self.rng.random() * 5)
+        self._close_engine()
+        self._replace_engine()
+
+    def _close_engine(self) -> None:
+        engine, process = self._engine, self._engine_process
+        assert engine is not None and process is not None
+        timeout_s = self.rng.choice([0.0, 0.5, 30.0])
+        closing = self.machine.spawn(process, lambda: self._has_closed(engine.close(timeout_s)), "unload")
+        while not closing.has_ended:
+            self.machine.sleep(0.05)
+        self._check_engine(engine)
+        assert _PATH not in self.network.files, "the socket's file is left"
+        self._engine = None
+
+    def _has_closed(self, has_ended: bool) -> None:
+        assert has_ended, "the loop did not end"
+
+    def _kill_front_end(self) -> None:
+        process = self.rng.choice(self._front_ends)
+        if not process.is_alive:
+            return
+        self.machine.kill(process)
+        del self._users_left[process]
+        self._start_front_end()
+
+    def _abandon_request(self) -> None:
+        """Kill a front end that has submitted a request which would take much longer than _IDLE_S."""
+        assert self._engine is not None
+        device, client = self._engine._manager._engine, self._engine.client
+        assert isinstance(device, FakeEngine)
+        room = self.limits.num_blocks * self.limits.tokens_per_block
+        num_tokens = min(self.limits.max_sequence_length, room) - 2
+        usual_s, device._seconds_per_step = device._seconds_per_step, 3 * _IDLE_S / max(num_tokens, 12)
+        process = self.machine.start_process("front end")
+
+        def submit() -> None:
+            SocketEngineClient(_PATH).submit(Request(1, (0,), max(num_tokens, 1)), lambda response: None)
+
+        submitting = self.machine.spawn(process, submit, "user")
+        self.machine.run_until(lambda: submitting.has_ended and bool(client._targets), 30.0)
+        self.machine.kill(process)
+        self.machine.run_until(self._is_idle, _IDLE_S)
+        device._seconds_per_step = usual_s
+
+    def _stop_front_end(self) -> None:
+        process = self.rng.choice(self._front_ends)
+        if process.is_alive:
+            self._stop_process(process)
+
+    def _cut(self) -> None:
+        if self.network.connections:
+            self.network.cut(self.rng.choice(self.network.connections[-3:]))
+
+    def _set_clock(self) -> None:
+        self.machine.wall_ns += self.rng.randrange(-(10**12), 10**12)
+
+    # ---------------------------------------------------------------- promises
+
+    def _was_disturbed(self, begin_ns: int, end_ns: int) -> bool:
+        """Whether there was a fault between two times, or up to ten seconds before."""
+        return begin_ns < 5 * 10**9 or any(
+            begun <= end_ns and ended >= begin_ns - 10**10 for begun, ended in self._fault_times
+        )
+
+    def _check_answers(self) -> None:
+        for ticket in self.tickets:
+            if not ticket.is_answered:  # its front end was killed
+                continue
+            error = ticket.refusal or ticket.responses[-1].error
+            if error is not None:
+                self._check_error(ticket, error)
+            check_ticket(ticket, self.limits.vocab_size)
+
+    def _check_error(self, ticket: Ticket, error: InflightError) -> None:
+        if isinstance(error, Unavailable):
+            is_full = self._config.max_queue_size and "queue" in str(error)
+            assert is_full or self._was_disturbed(ticket.submitted_ns, ticket.answered_ns), (
+                f"refused without a fault: {error}"
+            )
+        elif isinstance(error, StepFailed):
+            assert any(ticket.submitted_ns <= each <= ticket.answered_ns for each in self._failures_ns), error
+        else:
+            assert ticket.request.request_id in self.invalid, f"an unexpected error: {error!r}"
+
+    def _check_engine(self, engine: RunningEngine) -> None:
+        """Check that an engine that was closed in order holds nothing."""
+        scheduler = engine._manager._scheduler
+        check_integrity(scheduler)
+        assert not scheduler.num_active, f"{scheduler.num_active} requests are still active"
+        assert not scheduler.kv_cache.pool.num_held, "blocks leaked"
+        client = engine.client
+        left = (client._targets, client._queue, client._stopped_in_queue, client._stop_signals)
+        assert not any(left), f"the client still has requests: {left}"
+
+    def _check_threads(self) -> None:
+        """Check that the engine's threads have ended."""
+        self.machine.run_until(lambda: not self._threads_of_engine(), 30.0)
+
+    def _threads_of_engine(self) -> list[str]:
+        return [
+            task.name
+            for task in self.machine.tasks
+            if task.process is self._engine_process and not task.has_ended
+        ]
+
+    @staticmethod
+    def _ending(ticket: Ticket) -> str:
+        if not ticket.is_answered:
+            return "front end killed"
+        error = ticket.refusal or ticket.responses[-1].error
+        if error is not None:
+            return error.code
+        result = ticket.responses[-1].result
+        return "no result" if result is None else result.finish_reasons[0].name
+
+
+FAULTS: dict[str, Callable[[WholeServer], None]] = {
+    "engine killed": WholeServer._kill_engine,
+    "engine stopped": WholeServer._stop_engine,
+    "engine unloaded": WholeServer._unload_engine,
+    "loop died": WholeServer._end_loop,
+    "front end killed": WholeServer._kill_front_end,
+    "front end stopped": WholeServer._stop_front_end,
+    "connection cut": WholeServer._cut,
+    "clock set": WholeServer._set_clock,
+}
+"""The faults that an operator causes, by name."""
+
+
+def run(seed: int) -> RunReport:
+    """Run the whole server with a seed; raises AssertionError if a promise was broken."""
+    return WholeServer(seed).run()
+
+
+def fewest_faults(seed: int) -> str:
+    """Return with which of its faults, in order, a seed that fails still does."""
+    for most_faults in range(_MOST_FAULTS + 1):
+        server = WholeServer(seed, most_faults)
+        try:
+            server.run()
+        except Exception:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in server.faults.items())
+            return f"with its first {most_faults} faults ({kinds or 'none'})"
+    return "no more: it is not deterministic"

@@ -1,0 +1,64 @@
+"""A whole server on a simulated machine, and planted mistakes that it must reveal."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import pytest
+
+from inflight.endpoint import local
+from inflight.testing.machine import whole_server
+from inflight.testing.machine.scheduler import Deadlock
+from tests.tiers import examples, with_all
+
+from .mutations import MUTATIONS, Mutation
+
+_LATE = ("a wake-up is lost between an iteration and the wait",)
+"""Mistakes that few seeds reveal."""
+_SOON = [each for each in MUTATIONS if each.name not in _LATE][::3]
+_NUM_SEEDS = 2000
+
+
+def test_promises_are_kept_through_all_faults() -> None:
+    faults: Counter[str] = Counter()
+    endings: Counter[str] = Counter()
+    for seed in range(examples(60, _NUM_SEEDS)):
+        report = whole_server.run(seed)
+        faults += report.faults
+        endings += report.endings
+    assert faults.keys() == {*whole_server.FAULTS, "failed iteration"}
+    assert endings.keys() >= {"LENGTH", "END_ID", "CANCELLED", "TIMED_OUT", "STOP_WORDS", "UNAVAILABLE"}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_seed_always_does_the_same(seed: int) -> None:
+    assert whole_server.run(seed) == whole_server.run(seed)
+
+
+@pytest.mark.parametrize("mutation", with_all(MUTATIONS, _SOON), ids=lambda each: each.name)
+def test_a_planted_mistake_is_revealed(mutation: Mutation) -> None:
+    with mutation.planted():
+        assert any(map(_fails, range(_NUM_SEEDS))), f"{_NUM_SEEDS} seeds and nothing noticed"
+
+
+def test_a_failing_seed_is_reduced_to_its_first_faults() -> None:
+    mutation = next(each for each in MUTATIONS if each.name == "the socket of a dead engine is not replaced")
+    with mutation.planted():
+        seed = next(seed for seed in range(_NUM_SEEDS) if _fails(seed))
+        said = whole_server.fewest_faults(seed)
+    assert "1 engine killed" in said
+    assert whole_server.fewest_faults(seed) == "no more: it is not deterministic"  # without the mistake
+
+
+def test_the_package_is_as_before_after_a_run() -> None:
+    whole_server.run(0)
+    assert local.threading is threading
+
+
+def _fails(seed: int) -> bool:
+    try:
+        whole_server.run(seed)
+    except (AssertionError, Deadlock):
+        return True
+    return False
