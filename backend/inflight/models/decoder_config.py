@@ -240,6 +240,20 @@ class AltUpConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Eagle3Config:
+    """An EAGLE-3 head, which drafts tokens and comes from a folder of its own.
+
+    Attributes:
+        layer: The head's only layer; its `vocab_size` is the number of tokens that the head can guess.
+        read_layers: Three numbers of the model's layers, 0 to `num_layers`: the head reads the hidden states after
+            so many layers, where 0 stands for the embeddings.
+    """
+
+    layer: DecoderConfig
+    read_layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderConfig:
     """The architecture of a decoder: everything except weights on which its forward pass depends.
 
@@ -314,6 +328,7 @@ class DecoderConfig:
         experts: Experts that replace the MLP in some layers; None: no layer has experts.
         num_draft_layers: Number of additional layers that a checkpoint may have for drafting tokens.
         has_draft_head: Whether the first of them is read, to draft tokens (`draft_layer`).
+        eagle: The EAGLE-3 head that drafts tokens instead; None: there is none.
         latent: Latent attention, which changes the meaning of num_kv_heads and head_dim; None: ordinary attention.
         layer_sizes: The sizes of each layer, if layers differ; then `num_kv_heads`, `head_dim` and
             `intermediate_size` are the largest. Empty: these fields apply to every layer.
@@ -388,6 +403,7 @@ class DecoderConfig:
     experts: ExpertsConfig | None = None
     num_draft_layers: int = 0
     has_draft_head: bool = False
+    eagle: Eagle3Config | None = None
     latent: LatentAttention | None = None
     layer_sizes: tuple[LayerSizes, ...] = ()
     keys_are_values: tuple[bool, ...] = ()
@@ -492,8 +508,16 @@ class DecoderConfig:
         )
 
     @property
+    def drafts(self) -> bool:
+        """Whether a draft head guesses tokens, the checkpoint's own or an EAGLE-3 head."""
+        return self.has_draft_head or self.eagle is not None
+
+    @property
     def draft_layer(self) -> DecoderConfig:
-        """The configuration of the draft head's only layer, which is like the last layer that has attention."""
+        """The configuration of the draft head's only layer: the EAGLE-3 head's, or that of the last layer that
+        has attention."""
+        if self.eagle is not None:
+            return self.eagle.layer
         last = self.cached_layers[-1]
         return replace(
             self.only(last),
