@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from inflight.core.request.request import OutputOptions, Request
@@ -18,13 +18,17 @@ WAYS = ("no-evict", "utilization-chunked-no-reuse", "utilization")
 
 @dataclass
 class Guesses:
-    """Collects what the head of an engine guesses: by request id, the number of known tokens and the guesses."""
+    """Collects what the head of an engine guesses: by request id, the number of known tokens and the guesses.
+
+    Drafts are as long as requests allow, as if guesses took no time.
+    """
 
     engine: ModelEngine
     found: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
     owners: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.engine.limits = replace(self.engine.limits, guess_cost=0.0)
         head = self.engine.runner._draft_head
         guess = head.guess
 

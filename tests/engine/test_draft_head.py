@@ -68,7 +68,9 @@ def test_right_guesses_save_iterations(models: Any, case: str) -> None:
     plain = serve(load(model.folder, 100, kernels="torch"), config_of("no-evict"), [request])
     assert plain.tokens(0) == model.greedy(request.input_token_ids, 40)
     for count in (1, 3):
-        served = serve(load(model.folder, 100, has_draft_head=True), with_head("no-evict", count), [request])
+        engine = load(model.folder, 100, has_draft_head=True)
+        engine.limits = replace(engine.limits, guess_cost=0.0)  # drafts are as long as the request allows
+        served = serve(engine, with_head("no-evict", count), [request])
         assert served.tokens(0) == plain.tokens(0)
         metrics = served.result(0).perf_metrics
         assert 10 < metrics.num_accepted_draft_tokens <= metrics.num_draft_tokens

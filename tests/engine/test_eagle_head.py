@@ -101,11 +101,39 @@ def test_right_guesses_save_iterations(right: tuple[ZooModel, EagleHeadFolder]) 
     assert plain.tokens(0) == model.greedy(request.input_token_ids, 40)
     for count in (1, 3):
         engine = load(model.folder, 100, eagle_dir=str(head.folder))
+        engine.limits = replace(engine.limits, guess_cost=0.0)  # drafts are as long as the request allows
         served = serve(engine, with_head("no-evict", count), [request])
         assert served.tokens(0) == plain.tokens(0)
         metrics = served.result(0).perf_metrics
         assert 10 < metrics.num_accepted_draft_tokens <= metrics.num_draft_tokens
         assert served.num_iterations == plain.num_iterations - metrics.num_accepted_draft_tokens
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_wrong_guesses_become_rare(zoo: Zoo, tmp_path: Path, count: int) -> None:
+    """After three wrong guesses there are pauses of 8, 16, 32 and 64 tokens, with few sequences too."""
+    model = zoo["llama-gqa"]
+    folder = make_random_head(tmp_path, model).folder
+    requests = [Request(number, model.prompt(9, number), 130, output=METRICS) for number in range(count)]
+    served = serve(
+        load(model.folder, 140, 6, eagle_dir=str(folder)), with_head("no-evict", 4), requests, count
+    )
+    for request in requests:
+        assert served.tokens(request) == model.greedy(request.input_token_ids, 130)
+        metrics = served.result(request).perf_metrics
+        assert metrics.num_accepted_draft_tokens <= 3
+        assert 4 <= metrics.num_draft_tokens <= 8 + 3 * metrics.num_accepted_draft_tokens
+
+
+def test_a_guess_costs_a_layer_and_the_output_projection(zoo: Zoo, tmp_path: Path) -> None:
+    model = read_model_description(zoo["llama-gqa"].folder)
+    decoder = with_eagle_head(model, str(make_random_head(tmp_path, zoo["llama-gqa"]).folder)).decoder
+    of_layer = 64 * (8 * 8 + 2 * 2 * 8 + 8 * 8 + 3 * 96)
+    of_head = 64 * (4 * 12 + 2 * 2 * 12 + 4 * 12 + 3 * 40)
+    assert decoder.guess_cost == (of_head + 64 * 70) / (3 * of_layer + 64 * 211)
+    assert model.decoder.guess_cost == 0
+    limits = load(model.folder, 20, eagle_dir=str(tmp_path)).limits
+    assert limits.guess_cost == decoder.guess_cost
 
 
 def test_requests_of_all_kinds_have_the_same_results_with_and_without_guesses(

@@ -530,6 +530,25 @@ class DecoderConfig:
         )
 
     @property
+    def guess_cost(self) -> float:
+        """Time that the draft head takes to guess a token, relative to the time of the model's forward pass.
+
+        Estimated by the numbers of weights that a token uses, in layers and output projections. 0 without a head.
+        """
+        if not self.drafts:
+            return 0.0
+        head, width = self.draft_layer, self.hidden_size
+        of_layers = sum(self.at(layer)._weights_per_token(layer) for layer in range(self.num_layers))
+        return (head._weights_per_token(0) + width * head.vocab_size) / (of_layers + width * self.vocab_size)
+
+    def _weights_per_token(self, layer: int) -> int:
+        """Return about how many weights of a layer one token uses, as if its attention or state were ordinary."""
+        inner, experts = self.intermediate_size, self.experts
+        if experts is not None and experts.layers[layer]:
+            inner = experts.num_per_token * experts.intermediate_size + experts.shared_intermediate_size
+        return self.hidden_size * (2 * self.query_size + 2 * self.kv_size + (2 + self.gated_mlp) * inner)
+
+    @property
     def cached_layers(self) -> tuple[int, ...]:
         """The layers whose keys and values are cached."""
         layers = range(self.num_layers)
