@@ -21,6 +21,7 @@ from inflight.models.eagle_head import with_eagle_head
 from inflight.models.registry import read_model_description
 from tests.engine.guesses import METRICS, WAYS, Guesses, make_requests
 from tests.engine.lora import make_adapter, stored
+from tests.engine.pictures import Picture, make_prompt, request_of
 from tests.engine.ranks import ranks
 from tests.engine.serving import Served, config_of, load, serve
 from tests.models.eagle_heads import AFTER, EagleHeadFolder, make_random_head, make_right_head, weaken
@@ -28,6 +29,9 @@ from tests.models.zoo import Zoo, ZooModel, make_model
 from tests.tiers import with_all
 
 CASES = ("llama-gqa", "qwen3.5", "deepseek-v3", "qwen3", "gpt-oss")
+
+
+NUM_ADDED = {"qwen3-vl": 2}
 
 
 def with_head(way: str, count: int) -> Any:
@@ -192,6 +196,26 @@ def test_requests_of_all_kinds_have_the_same_results_with_and_without_guesses(
             for of_found, of_expected in zip(found.log_probs or (), expected.log_probs or (), strict=True):
                 assert of_found == pytest.approx(of_expected, abs=1e-4)
         assert served.result(0).perf_metrics.num_accepted_draft_tokens > 3
+
+
+@pytest.mark.parametrize("has_embedding", [False, True])
+@pytest.mark.parametrize("case", ["qwen3-vl", "gemma3-vision"])
+def test_guesses_after_pictures_change_no_token(
+    zoo: Zoo, tmp_path: Path, case: str, has_embedding: bool
+) -> None:
+    """Rows of pictures have no token in the head's own embedding, and its layer rotates by plain positions."""
+    model = zoo[case]
+    head = make_random_head(tmp_path, model, has_embedding)
+    parts = (5, Picture(2, 7, 1), 6, Picture(6, 2, 2), 3)
+    prompt = make_prompt(model, parts, NUM_ADDED.get(case, 0))
+    requests = [request_of(model, number, prompt, new, output=METRICS) for number, new in ((0, 12), (1, 20))]
+    plain = serve(load(model.folder, 60, kernels="torch"), config_of("no-evict"), requests)
+    engine = load(model.folder, 60, eagle_dir=str(head.folder))
+    guesses = Guesses(engine)
+    served = serve(engine, with_head("no-evict", 3), requests)
+    assert len(guesses.found) > 10
+    for request in requests:
+        assert served.tokens(request) == plain.tokens(request)
 
 
 def test_two_tensor_parallel_ranks_guess_the_same_tokens(right: tuple[ZooModel, EagleHeadFolder]) -> None:
