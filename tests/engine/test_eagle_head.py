@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from inflight.config import Speculation
 from inflight.core.request.adapter import LoraRequest
@@ -32,6 +34,8 @@ CASES = ("llama-gqa", "qwen3.5", "deepseek-v3", "qwen3", "gpt-oss")
 
 
 NUM_ADDED = {"qwen3-vl": 2}
+READ_LAYERS = "eagle_aux_hidden_state_layer_ids"
+ROOT = Path(__file__).parents[2]
 
 
 def with_head(way: str, count: int) -> Any:
@@ -96,6 +100,55 @@ def test_variants_of_the_layout_guess_alike(zoo: Zoo, tmp_path: Path, changes: d
     for _, known, guessed in guesses.found:
         tokens = [*request.input_token_ids, *served.tokens(0)][:known]
         assert list(guessed) == head.guesses(tokens, len(guessed)), known
+
+
+def test_the_training_script_trains_and_writes_such_heads(zoo: Zoo, tmp_path: Path) -> None:
+    """Its guesses in a row are those of the formulas, its loss falls, and the engine reads what it writes."""
+    script, model, vocab = load_script(), zoo["llama-gqa"], 70
+    torch.manual_seed(0)
+    config = script.head_config(model.oracle.config, vocab)
+    token_ids = torch.arange(1, 3 * vocab, 3)
+    trained = script.new_head(config, model.oracle, token_ids)
+    parameters = {name: tensor.detach().bfloat16() for name, tensor in trained.state_dict().items()}
+    trained.load_state_dict({name: tensor.float() for name, tensor in parameters.items()})
+    script.save(trained, config, token_ids, tmp_path)
+    head = EagleHeadFolder(tmp_path, config, load_file(tmp_path / "model.safetensors"), model)
+    prompt = model.prompt(12)
+    guessed = head.guesses(prompt, 3)
+    rows = torch.tensor([[*prompt, *guessed]])
+    with torch.no_grad():
+        found = model.oracle(rows, output_hidden_states=True)
+        read = torch.cat([found.hidden_states[number] for number in config[READ_LAYERS]], dim=-1)
+        embedded = model.oracle.get_input_embeddings()(rows)
+        in_a_row = script.guesses_in_a_row(trained, embedded, read)
+        assert [int(token_ids[logits[0, len(prompt) - 2].argmax()]) for logits in in_a_row] == guessed
+
+    engine = load(model.folder, 40, eagle_dir=str(tmp_path))
+    guesses = Guesses(engine)
+    served = serve(engine, with_head("no-evict", 3), [Request(0, prompt, 6)])
+    for _, known, found_there in guesses.found:
+        assert list(found_there) == head.guesses([*prompt, *served.tokens(0)][:known], len(found_there))
+
+    rows = torch.tensor([model.prompt(40, seed) for seed in range(4)])
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=0.01)
+    losses = []
+    for _ in range(12):
+        loss, _ = script.loss_of(trained, model.oracle, config, token_ids, rows)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def load_script() -> Any:
+    """Return scripts/train_draft_head as a module."""
+    loader = SourceFileLoader("train_draft_head", str(ROOT / "scripts" / "train_draft_head"))
+    spec = spec_from_loader(loader.name, loader)
+    assert spec is not None, "a spec of a file has a loader"
+    module = module_from_spec(spec)
+    loader.exec_module(module)
+    return module
 
 
 def test_right_guesses_save_iterations(right: tuple[ZooModel, EagleHeadFolder]) -> None:

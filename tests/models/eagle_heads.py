@@ -42,7 +42,8 @@ class EagleHeadFolder:
         }
         model = _double(self.target)
         found = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-        read = torch.cat([found[number][0, :-1] for number in AFTER], dim=-1)
+        after = self.config.get("eagle_aux_hidden_state_layer_ids", AFTER)
+        read = torch.cat([found[number][0, :-1] for number in after], dim=-1)
         hidden = read @ weights["fc.weight"].T
         table = weights.get("embed_tokens.weight")
         table = model.get_input_embeddings().weight if table is None else table
