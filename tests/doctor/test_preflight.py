@@ -50,6 +50,10 @@ def test_an_eagle_head_of_another_model(tmp_path: Path) -> None:
     assert not [*preflight.problems(ServerOptions(wanted=options))]
     found = problem(DEMO_MODEL, speculate="eagle3", draft_model=head.folder)
     assert "key 'hidden_size' is 64, expected 256 as in" in found
+    found = problem(model.folder, speculate="eagle3", draft_model=head.folder, engine="transformers")
+    assert found.startswith(
+        "speculative_decoding_mode is eagle3, expected none, prompt-lookup or suffix: engine is"
+    )
     found = problem(DEMO_MODEL, speculate="eagle3", draft_model=tmp_path / "nothing")
     assert found == f"{tmp_path / 'nothing'} is not a folder, expected a Hugging Face checkpoint folder"
     found = problem(DEMO_MODEL, speculate="eagle3")

@@ -314,6 +314,7 @@ def _eagle_head(engine: EngineConfig | None) -> str | None:
     if engine is None or engine.eagle_dir is None or engine.gpt_model_path is None:
         return None
     try:
+        engine.validate()
         with_eagle_head(describe(read_config_file(engine.gpt_model_path)), engine.eagle_dir)
     except ConfigError as error:
         return str(error)
