@@ -174,6 +174,7 @@ GOOD = [
     ("speculative_decoding_mode", "prompt-lookup:64", Speculation("prompt-lookup", 64)),
     ("speculative_decoding_mode", "mtp", Speculation("mtp", 1)),
     ("speculative_decoding_mode", "mtp:3", Speculation("mtp", 3)),
+    ("speculative_model_dir", "/heads/a", "/heads/a"),
     ("lora_adapters", "sql=/a/sql, chat = /a/c=d", (("sql", "/a/sql"), ("chat", "/a/c=d"))),
     ("enable_adapter_commands", "true", True),
     ("lora_weights_data_type", "TYPE_BF16", "TYPE_BF16"),
@@ -183,6 +184,26 @@ GOOD = [
 @pytest.mark.parametrize(("key", "text", "value"), GOOD)
 def test_valid_texts_of_parameters_are_read(key: str, text: str, value: object) -> None:
     assert value_of(make_parameters(role_of(key), **{key: text}), key) == value
+
+
+def test_an_eagle_head_has_a_folder_and_a_mode() -> None:
+    alone = make_parameters(Role.ENGINE, speculative_model_dir="/heads/a")
+    assert alone.scheduler.speculative_decoding_mode == Speculation("eagle3", 3)
+    assert (alone.engine.eagle_dir, alone.engine.has_draft_head) == ("/heads/a", False)
+    given = {"speculative_model_dir": "/heads/a", "speculative_decoding_mode": "eagle3:5"}
+    assert make_parameters(Role.ENGINE, **given).scheduler.speculative_decoding_mode == Speculation(
+        "eagle3", 5
+    )
+    with pytest.raises(
+        ConfigError, match="speculative_decoding_mode: got eagle3, expected speculative_model_dir"
+    ):
+        make_parameters(Role.ENGINE, speculative_decoding_mode="eagle3")
+    for mode in ("mtp", "none"):
+        message = (
+            f"speculative_model_dir: got '/heads/a', expected speculative_decoding_mode eagle3, got {mode}"
+        )
+        with pytest.raises(ConfigError, match=message):
+            make_parameters(Role.ENGINE, speculative_model_dir="/heads/a", speculative_decoding_mode=mode)
 
 
 def test_every_built_row_is_covered_above() -> None:
@@ -227,9 +248,9 @@ BAD = [
     ("kv_events_config", '{"hwm": true}', "a JSON object"),
     ("kv_events_config", '{"endpoint": null}', "a JSON object"),
     ("kv_events_config", '{"publisher": "nats"}', "a JSON object"),
-    ("speculative_decoding_mode", "suffix:", "none, prompt-lookup, suffix or mtp"),
-    ("speculative_decoding_mode", "suffix:65", "none, prompt-lookup, suffix or mtp"),
-    ("speculative_decoding_mode", "mtp:65", "none, prompt-lookup, suffix or mtp"),
+    ("speculative_decoding_mode", "suffix:", "none, prompt-lookup, suffix, mtp or eagle3"),
+    ("speculative_decoding_mode", "suffix:65", "none, prompt-lookup, suffix, mtp or eagle3"),
+    ("speculative_decoding_mode", "mtp:65", "none, prompt-lookup, suffix, mtp or eagle3"),
     ("lora_adapters", "/adapters/a", "different names, each with = and a folder behind it"),
     ("lora_adapters", "a=/x,=/y", "different names, each with = and a folder behind it"),
     ("lora_adapters", "a=/x,a=/y", "different names, each with = and a folder behind it"),

@@ -205,8 +205,11 @@ class SchedulingConfig:
         None,
         SPECULATION,
         "guess up to K next tokens of each sequence from its own (prompt-lookup, 8), also from recent answers "
-        "(suffix, 8), or by the checkpoint's draft head (mtp, 1); default: prompt lookup, for requests that ask "
-        "for it",
+        "(suffix, 8), by the checkpoint's draft head (mtp, 1), or by an EAGLE-3 head (eagle3, 3; set "
+        "speculative_model_dir); default: prompt lookup, for requests that ask for it",
+    )
+    speculative_model_dir: str | None = parameter(
+        None, TEXT, "folder of the EAGLE-3 head of speculative_decoding_mode eagle3, which it implies"
     )
     max_num_requests: int = -1
     sequences_per_iteration: int = SEQUENCES_PER_ITERATION
@@ -274,6 +277,7 @@ class EngineConfig:
             part of the free memory.
         shares_blocks: Whether several sequences may use one KV block, by prefix reuse or as beams.
         has_draft_head: Whether to load the checkpoint's draft head; set if `speculative_decoding_mode` is mtp.
+        eagle_dir: `speculative_model_dir` if `speculative_decoding_mode` is eagle3; otherwise None.
     """
 
     gpt_model_path: str | None = parameter(
@@ -418,6 +422,12 @@ class EngineConfig:
     ranks_on_host: int = 1
     shares_blocks: bool = True
     has_draft_head: bool = False
+    eagle_dir: str | None = None
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a draft head guesses tokens."""
+        return self.has_draft_head or self.eagle_dir is not None
 
     def validate(self) -> None:
         """Raise ConfigError, with parameter, value and expected values, if a value is not valid."""
@@ -428,9 +438,10 @@ class EngineConfig:
         for name in ("max_num_sequences", "max_num_tokens", "ranks_on_host"):
             if (value := getattr(self, name)) < 1:
                 raise ConfigError(f"{name} is {value}, expected at least 1")
-        if self.has_draft_head and self.implementation not in (None, "torch"):
+        if self.drafts and self.implementation not in (None, "torch"):
+            method = "mtp" if self.eagle_dir is None else "eagle3"
             raise ConfigError(
-                f"speculative_decoding_mode is mtp, expected none, prompt-lookup or suffix: engine is "
+                f"speculative_decoding_mode is {method}, expected none, prompt-lookup or suffix: engine is "
                 f"{self.implementation}, and only torch computes draft heads"
             )
 

@@ -114,7 +114,12 @@ UNBUILT: tuple[ParameterSpec, ...] = (
     _unbuilt("lookahead_ngram_size", integer(0), "lookahead decoding", 0, instead=_OTHER_DRAFTS),
     _unbuilt("lookahead_verification_set_size", integer(0), "lookahead decoding", 0, instead=_OTHER_DRAFTS),
     _unbuilt("medusa_choices", TEXT, "draft tree of Medusa heads", instead=_OTHER_DRAFTS),
-    _unbuilt("eagle_choices", TEXT, "draft tree of EAGLE heads", instead=_OTHER_DRAFTS),
+    _unbuilt(
+        "eagle_choices",
+        TEXT,
+        "draft tree of EAGLE heads",
+        instead="an EAGLE-3 head drafts a chain of K tokens with speculative_decoding_mode eagle3:K",
+    ),
     _unbuilt("gpu_weights_percent", share(), "weights kept on the GPU", 1.0),
     _unbuilt("enable_context_fmha_fp32_acc", BOOLEAN, "TensorRT engines", False),
     _unbuilt("multi_block_mode", BOOLEAN, "TensorRT engines", True, False),

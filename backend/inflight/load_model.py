@@ -252,7 +252,7 @@ def _begin_compiling(config: EngineConfig, path: str) -> None:
     """
     if (
         config.kernels == "torch"
-        or config.has_draft_head
+        or config.drafts
         or config.implementation in ("transformers", "tensorrt")
         or Path("/dev/nvidiactl").exists()
     ):

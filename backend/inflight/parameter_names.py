@@ -50,6 +50,9 @@ OTHER_NAMES: Mapping[str, OtherNames] = {
     "enable_chunked_context": _of_backend("", "--enable-chunked-prefill", "enable_chunked_prefill"),
     "context_chunking_policy": OtherNames("", "", "scheduler_config.context_chunking_policy"),
     "speculative_decoding_mode": OtherNames("--speculate", "--speculative-config", "speculative_config"),
+    "speculative_model_dir": OtherNames(
+        "--draft-model", "--speculative-config", "speculative_config.speculative_model_dir"
+    ),
     "max_num_tokens": OtherNames("", "--max-num-batched-tokens", "max_num_tokens"),
     "max_queue_size": _of_backend("", "", "max_queue_size"),
     "max_beam_width": _of_backend("", "", "max_beam_width"),

@@ -59,6 +59,7 @@ def read_parameters(model_config: Mapping[str, Any], role: Role) -> Parameters:
     least = 0 if role is Role.ENGINE else 1  # 0 means tensors without a batch dimension, as in llmapi
     if max_batch_size < least:
         problems.append(f"max_batch_size: got {max_batch_size}, expected an integer >= {least}")
+    problems += _take_eagle_head(given)
     if problems:
         raise ConfigError(
             f"config.pbtxt of {model_config.get('name', role.value)}:\n  " + "\n  ".join(problems)
@@ -73,8 +74,24 @@ def read_parameters(model_config: Mapping[str, Any], role: Role) -> Parameters:
         max_num_sequences=max_batch_size or DEFAULT_NUM_SEQUENCES,
         max_num_tokens=scheduler.max_num_tokens,
         has_draft_head=speculation is not None and speculation.method == Speculation.MTP,
+        eagle_dir=scheduler.speculative_model_dir,
     )
     return Parameters(**_fields(Parameters, given), scheduler=scheduler, engine=engine)
+
+
+def _take_eagle_head(given: dict[str, Any]) -> list[str]:
+    """Make `speculative_model_dir` imply the mode eagle3; return the problem if only one of them is for it."""
+    mode, folder = given.get("speculative_decoding_mode"), given.get("speculative_model_dir")
+    if folder is not None and "speculative_decoding_mode" not in given:
+        mode = given["speculative_decoding_mode"] = Speculation.parse(Speculation.EAGLE3)
+    method = "none" if mode is None else mode.method
+    if (method == Speculation.EAGLE3) == (folder is not None):
+        return []
+    if folder is None:
+        return [
+            "speculative_decoding_mode: got eagle3, expected speculative_model_dir with the folder of its head"
+        ]
+    return [f"speculative_model_dir: got {folder!r}, expected speculative_decoding_mode eagle3, got {method}"]
 
 
 def _fields(owner: type, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -148,13 +148,14 @@ class Speculation:
     """How the server drafts tokens for requests that do not bring drafts.
 
     Attributes:
-        method: PROMPT_LOOKUP, SUFFIX or MTP.
+        method: PROMPT_LOOKUP, SUFFIX, MTP or EAGLE3.
         num_tokens: Maximum number of tokens of a draft; 0: only for requests with `prompt_lookup_num_tokens`.
     """
 
     PROMPT_LOOKUP: ClassVar = "prompt-lookup"
     SUFFIX: ClassVar = "suffix"
     MTP: ClassVar = "mtp"
+    EAGLE3: ClassVar = "eagle3"
 
     method: str
     num_tokens: int = 8
@@ -165,15 +166,15 @@ class Speculation:
         method, colon, number = text.partition(":")
         if text == "none":
             return None
-        if method not in (cls.PROMPT_LOOKUP, cls.SUFFIX, cls.MTP):
+        if method not in (cls.PROMPT_LOOKUP, cls.SUFFIX, cls.MTP, cls.EAGLE3):
             raise ValueError(text)
-        if method == cls.MTP and not colon:
-            return cls(method, 1)  # heads are trained to guess one token
-        return cls(method, int(number)) if colon else cls(method)
+        # as many as heads are trained to guess
+        default = {cls.MTP: 1, cls.EAGLE3: 3}.get(method, 8)
+        return cls(method, int(number) if colon else default)
 
 
 SPECULATION = ParameterKind(
-    "none, prompt-lookup, suffix or mtp; :K behind the last three sets the tokens of a draft, 0 to "
+    "none, prompt-lookup, suffix, mtp or eagle3; :K behind the last four sets the tokens of a draft, 0 to "
     f"{MAX_DRAFT_TOKENS}",
     Speculation.parse,
     lambda value: value is None or 0 <= value.num_tokens <= MAX_DRAFT_TOKENS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 
@@ -46,6 +47,15 @@ def stored_tensor(file: int, name: str) -> StoredTensor | None:
         name: The tensor's name.
     """
     return (_tensors(file) or {}).get(name)
+
+
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a file by name; empty if the file has no such header. Raises OSError."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return _tensors(file) or {}
+    finally:
+        os.close(file)
 
 
 def _tensors(file: int) -> dict[str, StoredTensor] | None:

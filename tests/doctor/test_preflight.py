@@ -19,6 +19,8 @@ from inflight.doctor.finding import red
 from inflight.openai.options import OpenAiOptions
 from inflight.server.launch import ServerOptions
 from inflight.server.repository import Wanted, default_repository
+from tests.models.eagle_heads import make_random_head
+from tests.models.zoo import make_model
 from tests.openai_endpoint.small_models import make_classifier
 
 DEMO_MODEL = default_repository() / "tensorrt_llm" / "1" / "demo_model"
@@ -39,6 +41,23 @@ def problem(folder: Path, **wanted: object) -> str:
 def test_the_demo_model_has_no_problem() -> None:
     options = ServerOptions(wanted=Wanted(DEMO_MODEL))
     assert not [*preflight.problems(options), *preflight.warnings(options)]
+
+
+def test_an_eagle_head_of_another_model(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "llama-gqa")
+    head = make_random_head(tmp_path / "head", model)
+    options = Wanted(model.folder, speculate="eagle3", draft_model=head.folder)
+    assert not [*preflight.problems(ServerOptions(wanted=options))]
+    found = problem(DEMO_MODEL, speculate="eagle3", draft_model=head.folder)
+    assert "key 'hidden_size' is 64, expected 256 as in" in found
+    found = problem(model.folder, speculate="eagle3", draft_model=head.folder, engine="transformers")
+    assert found.startswith(
+        "speculative_decoding_mode is eagle3, expected none, prompt-lookup or suffix: engine is"
+    )
+    found = problem(DEMO_MODEL, speculate="eagle3", draft_model=tmp_path / "nothing")
+    assert found == f"{tmp_path / 'nothing'} is not a folder, expected a Hugging Face checkpoint folder"
+    found = problem(DEMO_MODEL, speculate="eagle3")
+    assert "speculative_decoding_mode: got eagle3, expected speculative_model_dir with the folder" in found
 
 
 def test_an_encoder_with_a_decoder(tmp_path: Path) -> None:

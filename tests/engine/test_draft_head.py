@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +12,10 @@ from inflight.config import Speculation
 from inflight.core.request.adapter import LoraRequest
 from inflight.core.request.request import ExternalDraft, OutputOptions, Request
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.core.schedule.batch import ScheduledBatch
-from inflight.engine.engine import ModelEngine
 from inflight.engine.kv_cache import KvCache, block_bytes
 from inflight.errors import ConfigError
 from inflight.models.registry import read_model_description
+from tests.engine.guesses import METRICS, WAYS, Guesses, make_requests
 from tests.engine.lora import make_adapter, stored
 from tests.engine.ranks import ranks
 from tests.engine.serving import Served, config_of, load, serve
@@ -25,9 +24,6 @@ from tests.models.zoo import Zoo
 from tests.tiers import with_all
 
 CASES = ("qwen3-next", "qwen3.5", "qwen3.5-moe", "deepseek-v3", "glm4-moe", "glm4-moe-lite")
-METRICS = OutputOptions(return_perf_metrics=True)
-NUM_TOKENS = 24
-WAYS = ("no-evict", "utilization-chunked-no-reuse", "utilization")
 
 
 @pytest.fixture(scope="module")
@@ -41,45 +37,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return made[case, agrees]
 
     return get
-
-
-@dataclass
-class Guesses:
-    """Collects what the head of an engine guesses: by request id, the number of known tokens and the guesses."""
-
-    engine: ModelEngine
-    found: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
-    owners: dict[int, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        head = self.engine.runner._draft_head
-        guess = head.guess
-
-        def listen(batch: ScheduledBatch, *arguments: Any) -> ScheduledBatch:
-            self.owners |= {start.slot: start.request.request_id for start in batch.starts}
-            guessed = guess(batch, *arguments)
-            for chunk in guessed.context:
-                if count := chunk.num_draft_tokens:
-                    known = chunk.start + len(chunk.token_ids) - count
-                    self.found.append((self.owners[chunk.slot], known, chunk.token_ids[-count:]))
-            return guessed
-
-        head.guess = listen
-
-
-def make_requests(model: DraftingModel, count: int = 6) -> list[Request]:
-    """Return requests of which some have a prompt with a common beginning, and some sample."""
-    samplings = (SamplingConfig(), SamplingConfig(temperature=0.9, top_k=20, random_seed=5))
-    return [
-        Request(
-            number,
-            (*model.prompt(17), *model.prompt(3 + 4 * number, number))[: 45 - number],
-            NUM_TOKENS,
-            sampling=samplings[number % 3 == 2],
-            output=METRICS,
-        )
-        for number in range(count)
-    ]
 
 
 def with_head(way: str, count: int) -> Any:
@@ -111,7 +68,9 @@ def test_right_guesses_save_iterations(models: Any, case: str) -> None:
     plain = serve(load(model.folder, 100, kernels="torch"), config_of("no-evict"), [request])
     assert plain.tokens(0) == model.greedy(request.input_token_ids, 40)
     for count in (1, 3):
-        served = serve(load(model.folder, 100, has_draft_head=True), with_head("no-evict", count), [request])
+        engine = load(model.folder, 100, has_draft_head=True)
+        engine.limits = replace(engine.limits, guess_cost=0.0)  # drafts are as long as the request allows
+        served = serve(engine, with_head("no-evict", count), [request])
         assert served.tokens(0) == plain.tokens(0)
         metrics = served.result(0).perf_metrics
         assert 10 < metrics.num_accepted_draft_tokens <= metrics.num_draft_tokens

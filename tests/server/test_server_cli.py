@@ -41,7 +41,19 @@ def test_the_method_of_drafting_is_checked_and_passed_on(capsys: pytest.CaptureF
     assert cli.parse(["--speculate", "suffix:4"]).wanted.speculate == "suffix:4"
     with pytest.raises(SystemExit):
         cli.parse(["--speculate", "ngram"])
-    assert "--speculate: expected none, prompt-lookup, suffix or mtp" in capsys.readouterr().err
+    assert "--speculate: expected none, prompt-lookup, suffix, mtp or eagle3" in capsys.readouterr().err
+
+
+def test_a_draft_model_implies_eagle3() -> None:
+    wanted = cli.parse(["--draft-model", "heads/a"]).wanted
+    assert (wanted.draft_model, wanted.speculate) == (Path("heads/a"), "eagle3")
+    assert cli.parse(["--draft-model", "heads/a", "--speculate", "eagle3:5"]).wanted.speculate == "eagle3:5"
+    with pytest.raises(
+        OptionError, match="--speculate eagle3:2 needs --draft-model with the folder of an EAGLE-3"
+    ):
+        cli.parse(["--speculate", "eagle3:2"])
+    with pytest.raises(OptionError, match="--draft-model heads/a is for --speculate eagle3, not mtp"):
+        cli.parse(["--draft-model", "heads/a", "--speculate", "mtp"])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "fp8"])

@@ -45,7 +45,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulingConfig, limits: EngineLimits) -> None:
         config.validate(limits.max_num_sequences, limits.tokens_per_block)
-        self.limits = limits.model_limits(config)
+        self.limits, self._engine_limits = limits.model_limits(config), limits
         saved = None
         if config.has_block_store:
             saved = SavedBlocks(config.kv_cache_onboard_blocks, config.secondary_offload_min_priority)
@@ -72,7 +72,6 @@ class Scheduler:
         )
         self._num_micro_batches = limits.num_micro_batches
         self._overlaps_iterations = limits.overlaps_iterations
-        self._break_even_rows = limits.break_even_rows
         self._shares_blocks = limits.shares_blocks
         self._next_micro_batch = 0
         self._next_key = 0
@@ -267,9 +266,7 @@ class Scheduler:
             self._running.leave(llm_request)
             llm_request.pause()
             self._waiting.add_in_front(llm_request)
-        batch = BatchBuilder(
-            self.kv_cache, self._running.adapter_pages, self.limits.vocab_size, self._break_even_rows
-        )
+        batch = BatchBuilder(self.kv_cache, self._running.adapter_pages, self._engine_limits)
         is_new_batch = not self._running.sequences
         for llm_request, num_reused in self._admission.admit(
             growth.num_blocks, self._recovery.isolation.retrying

@@ -25,6 +25,7 @@ from inflight.engine.sequence_length import longest_sequence
 from inflight.engine_folder import is_engine_folder
 from inflight.errors import ConfigError
 from inflight.gguf.folder import is_gguf
+from inflight.models.eagle_head import with_eagle_head
 from inflight.models.registry import bare_decoder, describe
 from inflight.pooling import Task, classifies, find_task
 from inflight.safetensors_header import tensor_ranges
@@ -79,6 +80,7 @@ def problems(options: ServerOptions, root: Path = Path("/")) -> Iterator[str]:
         or _memory(options, engine, root)
         or _weights(options, engine)
         or _head(options)
+        or _eagle_head(engine)
     )
     if reason is not None:
         yield reason
@@ -302,6 +304,18 @@ def _head(options: ServerOptions) -> str | None:
             from inflight.classification import read_classification_head
 
             read_classification_head(folder)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _eagle_head(engine: EngineConfig | None) -> str | None:
+    """Return why the EAGLE-3 head does not fit the model."""
+    if engine is None or engine.eagle_dir is None or engine.gpt_model_path is None:
+        return None
+    try:
+        engine.validate()
+        with_eagle_head(describe(read_config_file(engine.gpt_model_path)), engine.eagle_dir)
     except ConfigError as error:
         return str(error)
     return None

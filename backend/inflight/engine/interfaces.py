@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -108,8 +109,11 @@ class RecordedDecoder(RunnerDecoder, Protocol):
 class DraftGuesser(Protocol):
     """The interface of a draft head for a ModelRunner; `layers/draft_head.py` documents it."""
 
-    def fill(self, packed: PackedBatch, hidden: Tensor) -> None:
-        """Store what later guesses need of a batch's rows, given the last layer's output [rows, hidden_size]."""
+    read_layers: frozenset[int]
+
+    def fill(self, packed: PackedBatch, hidden: Tensor, between: Mapping[int, Tensor]) -> None:
+        """Store what later guesses need of a batch's rows, given hidden states after the last layer and after
+        `read_layers`, each [rows, hidden_size]."""
         ...
 
     def guess(self, batch: ScheduledBatch, slots: SlotTable, rotary: RotaryTables) -> ScheduledBatch:

@@ -42,7 +42,7 @@ def block_bytes(
     quantization: KvQuantization | None = None,
 ) -> int:
     """Return the size of one block over all layers in bytes, scales included."""
-    of_hidden = decoder.hidden_size * dtype.itemsize if decoder.has_draft_head else 0
+    of_hidden = decoder.hidden_size * dtype.itemsize if decoder.drafts else 0
     # heads of keys, and of values if values are stored separately
     return tokens_per_block * (
         of_hidden
@@ -56,7 +56,7 @@ def block_bytes(
 def _cached_layers(decoder: DecoderConfig) -> list[DecoderConfig]:
     """Return the configuration of each layer with keys and values of its own; a draft head's is the last one."""
     layers = [decoder.at(layer) for layer in decoder.cached_layers]
-    return [*layers, decoder.draft_layer] if decoder.has_draft_head else layers
+    return [*layers, decoder.draft_layer] if decoder.drafts else layers
 
 
 def describe_quantization(decoder: DecoderConfig, quantization: KvQuantization) -> str:
@@ -109,18 +109,20 @@ class KvCache:
         self.num_blocks = self.null_block = num_blocks
         self.tokens_per_block = tokens_per_block
         self.dtype, self.quantization = dtype, quantization
-        self._num_parts = decoder.cached_size // decoder.kv_size
         of_layers = _cached_layers(decoder)
         self._head_shapes = [(each.num_kv_heads, each.head_dim) for each in of_layers]
+        forms = [
+            (each.cached_size // each.kv_size, *shape) for each, shape in zip(of_layers, self._head_shapes)
+        ]
         stored = dtype if quantization is None else quantization.stored
         has_scales = int(quantization is not None)
         self._blocks: list[Tensor] = []
         self._scales: list[Tensor] = []
         self._layers: list[Tensor] = [torch.empty(0)] * len(of_layers)
         self._layer_scales: list[Tensor] = list(self._layers)
-        for heads, head_dim in dict.fromkeys(self._head_shapes):
-            places = [place for place, each in enumerate(self._head_shapes) if each == (heads, head_dim)]
-            shape = (len(places), self._num_parts, num_blocks + 1)
+        for num_parts, heads, head_dim in dict.fromkeys(forms):
+            places = [place for place, each in enumerate(forms) if each == (num_parts, heads, head_dim)]
+            shape = (len(places), num_parts, num_blocks + 1)
             blocks = _allocate((*shape, tokens_per_block * heads * head_dim), stored, device)
             scales = _allocate((*shape, has_scales * tokens_per_block * heads), torch.float32, device)
             for place, *of_layer in zip(places, blocks, scales):
@@ -128,13 +130,15 @@ class KvCache:
             self._blocks.append(blocks)
             self._scales.append(scales)
         self._tokens = [
-            layer.view(self._num_parts, -1, *shape) for layer, shape in zip(self._layers, self._head_shapes)
+            layer.view(len(layer), -1, *shape) for layer, shape in zip(self._layers, self._head_shapes)
         ]
-        num_hidden = num_blocks + 1 if decoder.has_draft_head else 0
+        num_hidden = num_blocks + 1 if decoder.drafts else 0
         shape = (1, 1, num_hidden, tokens_per_block * decoder.hidden_size)
         self._hidden = _allocate(shape, dtype, device)
         self.hidden = self._hidden.view(-1, decoder.hidden_size)
-        self._scratch = torch.empty((self._num_parts, 0), dtype=stored, device=device)
+        self._scratch = torch.empty(
+            (max((parts for parts, *_ in forms), default=1), 0), dtype=stored, device=device
+        )
 
     @property
     def layers(self) -> list[tuple[Tensor, Tensor]]:
@@ -170,7 +174,8 @@ class KvCache:
         """
         if self.quantization is None:
             return None
-        parts = self._layer_scales[layer].view(self._num_parts, -1, self._head_shapes[layer][0])
+        scales = self._layer_scales[layer]
+        parts = scales.view(len(scales), -1, self._head_shapes[layer][0])
         return parts[0], parts[-1]
 
     def draft_layer(self) -> KvCache:
@@ -243,9 +248,9 @@ class KvCache:
         blocks, count = self._layers[layer], block_ids.shape[0]
         size = count * blocks.shape[2]
         if self._scratch.shape[1] < size:
-            self._scratch = self._scratch.new_empty((self._num_parts, _round_up(count) * blocks.shape[2]))
+            self._scratch = self._scratch.new_empty((len(self._scratch), _round_up(count) * blocks.shape[2]))
         found: list[Tensor] = []
-        for part in range(self._num_parts):
+        for part in range(len(blocks)):
             target = self._scratch[part, :size].view(count, -1)
             torch.index_select(blocks[part], 0, block_ids, out=target)
             rows = target.view(-1, *self._head_shapes[layer])

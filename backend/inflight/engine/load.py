@@ -26,7 +26,9 @@ from inflight.engine.engine import ModelEngine
 from inflight.engine.kv_cache import KvCache, block_bytes
 from inflight.engine.kv_quantization import find_kv_quantization
 from inflight.engine.layers.decoder import Decoder
-from inflight.engine.layers.draft_head import DraftHead
+from inflight.engine.layers.draft_head import MtpHead
+from inflight.engine.layers.eagle_head import EagleHead
+from inflight.engine.layers.torch_sink import TorchSink
 from inflight.engine.layers.transformers_decoder import TransformersModel
 from inflight.engine.load_decoder import (
     AnyDecoder,
@@ -50,6 +52,8 @@ from inflight.engine.runner import ModelRunner
 from inflight.engine.sequence_length import longest_sequence
 from inflight.engine.windows import layer_windows
 from inflight.guided.grammars import Grammars
+from inflight.models.decoder_weights import LayerWeights, Linear
+from inflight.models.eagle_weights import EagleWeights, eagle_bytes, load_eagle_weights
 from inflight.models.loader import check_weights
 from inflight.models.registry import ModelDescription
 from inflight.models.sharding import Part
@@ -159,12 +163,15 @@ def load_runner(options: LoadOptions) -> ModelRunner:
     loader = _Loader(options, _find_model(options, device), device)
     loader.check_room()
     decoder = loader.load_weights()
+    eagle = loader.load_eagle(decoder)
     num_adapter_pages = loader.reserve_adapters(decoder)
     capture = loader.find_graphs(decoder.has_fixed_shapes)
     cache = loader.allocate_cache(decoder, num_adapter_pages, capture)
     head = None
-    if isinstance(decoder, Decoder) and decoder.weights.draft_head is not None:
-        head = DraftHead(decoder, decoder.weights.draft_head, cache)
+    if isinstance(decoder, Decoder) and eagle is not None:
+        head = EagleHead(decoder, eagle, cache)
+    elif isinstance(decoder, Decoder) and decoder.weights.draft_head is not None:
+        head = MtpHead(decoder, decoder.weights.draft_head, cache)
     return loader.make_runner(decoder, cache, num_adapter_pages, capture, draft_head=head)
 
 
@@ -228,6 +235,17 @@ class _Loader(RankLoader):
             return load_decoder(
                 config, self._model, self.device, self.part, windows, longest, self.options.collectives
             )
+
+    def load_eagle(self, decoder: AnyDecoder) -> EagleWeights[LayerWeights, Linear] | None:
+        """Read the rank's part of the EAGLE-3 head; None without one."""
+        model = self._model
+        if isinstance(model, TransformersModel) or model.eagle is None:
+            return None
+        dtype, shard = decoder.dtype, self.part.shard
+        num_bytes = partial(eagle_bytes, model.eagle, dtype, shard)
+        with allocating("the EAGLE-3 head", num_bytes, self.device, LESS_WEIGHTS):
+            sink = TorchSink(dtype, self.device, self.config.dtype)
+            return load_eagle_weights(sink, model.eagle, model.decoder.vocab_size, dtype, self.device, shard)
 
     def reserve_adapters(self, decoder: AnyDecoder) -> int:
         """Allocate pages for LoRA adapters; return their number."""

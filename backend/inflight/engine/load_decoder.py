@@ -33,8 +33,11 @@ from inflight.engine.layers.torch_sink import load_weights
 from inflight.engine.layers.transformers_decoder import TransformersDecoder, TransformersModel
 from inflight.engine.windows import AttentionWindow
 from inflight.errors import ConfigError
+from inflight.file_names import native
 from inflight.models import DecoderConfig
 from inflight.models.decoder_weights import DecoderWeights, PlainWeights
+from inflight.models.eagle_head import with_eagle_head
+from inflight.models.eagle_weights import eagle_bytes
 from inflight.models.levels import MatrixKind
 from inflight.models.loader import load_weights_into, num_weight_bytes, quantized_kinds, stored_dtype
 from inflight.models.recurrent import Mamba2
@@ -66,9 +69,9 @@ def find_model(
     if config.implementation != "transformers":
         try:
             model = read_model_description(path)
-            return with_draft_head(model) if config.has_draft_head else model
+            return with_wanted_head(config, model)
         except UnknownFamily as error:
-            if config.implementation == "torch" or config.has_draft_head:
+            if config.implementation == "torch" or config.drafts:
                 raise
             if not is_installed:
                 raise ConfigError(f"{error}; transformers' own code may run it: {_INSTALL}") from error
@@ -82,6 +85,13 @@ def find_model(
     from inflight.engine.layers.transformers_model import load_transformers_model  # imports transformers
 
     return load_transformers_model(config, device, num_ranks)
+
+
+def with_wanted_head(config: EngineConfig, model: ModelDescription) -> ModelDescription:
+    """Return the description with the configured draft head, if any; raise ConfigError if it cannot have it."""
+    if config.eagle_dir is not None:
+        return with_eagle_head(model, native(config.eagle_dir))
+    return with_draft_head(model) if config.has_draft_head else model
 
 
 def with_draft_head(model: ModelDescription) -> ModelDescription:
@@ -288,7 +298,8 @@ def weight_bytes(config: EngineConfig, model: ModelDescription, device: torch.de
     kinds, is_compiled = _find_kinds(config, model, device, part.shard)
     dtype, head_dtype = computed_dtype(config, model), torch.int8 if kinds and is_compiled else None
     linear_dtype = torch.int8 if config.dtype in QUANTIZED else dtype
-    return num_weight_bytes(model, dtype, linear_dtype, kinds, part, head_dtype)
+    of_eagle = 0 if model.eagle is None else eagle_bytes(model.eagle, dtype, part.shard)
+    return num_weight_bytes(model, dtype, linear_dtype, kinds, part, head_dtype) + of_eagle
 
 
 def _find_kinds(

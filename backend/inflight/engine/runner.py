@@ -225,6 +225,8 @@ class ModelRunner:
         between = HiddenStates()
         if are_wanted := self.additional_outputs.are_wanted(batch):
             between = self.additional_outputs.between_layers(batch)
+        if self._draft_head is not None:
+            between = HiddenStates(between.wanted | self._draft_head.read_layers)
         virtual = self.prompt_tables.virtual_rows(batch)
         is_special = virtual is not None or bool(between.wanted) or self.rotary_tables.have_rows_in(batch)
         if self._graphs is not None and batch.num_tokens and not is_special:
@@ -256,7 +258,7 @@ class ModelRunner:
             return RowOutputs(batch, self.decoder.forward_to_logits(*arguments))
         hidden = self.decoder.forward(*arguments, between)
         if self._draft_head is not None:
-            self._draft_head.fill(packed, hidden)
+            self._draft_head.fill(packed, hidden, between.found)
         return self._outputs(batch, hidden, packed.sampled_rows, between, are_wanted)
 
     def _outputs(

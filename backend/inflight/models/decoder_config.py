@@ -240,6 +240,20 @@ class AltUpConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Eagle3Config:
+    """An EAGLE-3 head, which drafts tokens and comes from a folder of its own.
+
+    Attributes:
+        layer: The head's only layer; its `vocab_size` is the number of tokens that the head can guess.
+        read_layers: Three numbers of the model's layers, 0 to `num_layers`: the head reads the hidden states after
+            so many layers, where 0 stands for the embeddings.
+    """
+
+    layer: DecoderConfig
+    read_layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderConfig:
     """The architecture of a decoder: everything except weights on which its forward pass depends.
 
@@ -314,6 +328,7 @@ class DecoderConfig:
         experts: Experts that replace the MLP in some layers; None: no layer has experts.
         num_draft_layers: Number of additional layers that a checkpoint may have for drafting tokens.
         has_draft_head: Whether the first of them is read, to draft tokens (`draft_layer`).
+        eagle: The EAGLE-3 head that drafts tokens instead; None: there is none.
         latent: Latent attention, which changes the meaning of num_kv_heads and head_dim; None: ordinary attention.
         layer_sizes: The sizes of each layer, if layers differ; then `num_kv_heads`, `head_dim` and
             `intermediate_size` are the largest. Empty: these fields apply to every layer.
@@ -388,6 +403,7 @@ class DecoderConfig:
     experts: ExpertsConfig | None = None
     num_draft_layers: int = 0
     has_draft_head: bool = False
+    eagle: Eagle3Config | None = None
     latent: LatentAttention | None = None
     layer_sizes: tuple[LayerSizes, ...] = ()
     keys_are_values: tuple[bool, ...] = ()
@@ -492,8 +508,16 @@ class DecoderConfig:
         )
 
     @property
+    def drafts(self) -> bool:
+        """Whether a draft head guesses tokens, the checkpoint's own or an EAGLE-3 head."""
+        return self.has_draft_head or self.eagle is not None
+
+    @property
     def draft_layer(self) -> DecoderConfig:
-        """The configuration of the draft head's only layer, which is like the last layer that has attention."""
+        """The configuration of the draft head's only layer: the EAGLE-3 head's, or that of the last layer that
+        has attention."""
+        if self.eagle is not None:
+            return self.eagle.layer
         last = self.cached_layers[-1]
         return replace(
             self.only(last),
@@ -504,6 +528,25 @@ class DecoderConfig:
             num_draft_layers=0,
             has_draft_head=False,
         )
+
+    @property
+    def guess_cost(self) -> float:
+        """Time that the draft head takes to guess a token, relative to the time of the model's forward pass.
+
+        Estimated by the numbers of weights that a token uses, in layers and output projections. 0 without a head.
+        """
+        if not self.drafts:
+            return 0.0
+        head, width = self.draft_layer, self.hidden_size
+        of_layers = sum(self.at(layer)._weights_per_token(layer) for layer in range(self.num_layers))
+        return (head._weights_per_token(0) + width * head.vocab_size) / (of_layers + width * self.vocab_size)
+
+    def _weights_per_token(self, layer: int) -> int:
+        """Return about how many weights of a layer one token uses, as if its attention or state were ordinary."""
+        inner, experts = self.intermediate_size, self.experts
+        if experts is not None and experts.layers[layer]:
+            inner = experts.num_per_token * experts.intermediate_size + experts.shared_intermediate_size
+        return self.hidden_size * (2 * self.query_size + 2 * self.kv_size + (2 + self.gated_mlp) * inner)
 
     @property
     def cached_layers(self) -> tuple[int, ...]:

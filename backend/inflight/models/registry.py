@@ -43,6 +43,7 @@ class ModelDescription:
         quantization: Quantization of the weights; None if they are not quantized, or only as the tensors'
             names show.
         multimodal: Class of the multimodal model of which this is the text part; None for a text model.
+        eagle: The EAGLE-3 head of `decoder.eagle`, described as a model of one layer; None if there is none.
     """
 
     folder: Path
@@ -50,6 +51,7 @@ class ModelDescription:
     names: WeightNames
     quantization: Quantization | None = None
     multimodal: Multimodal | None = None
+    eagle: ModelDescription | None = None
 
 
 class UnknownFamily(ConfigError):

@@ -137,6 +137,7 @@ class Shard:
                 for layer in decoder.layer_sizes
             ),
             recurrent=decoder.recurrent and decoder.recurrent.divided(self.size),
+            eagle=decoder.eagle and replace(decoder.eagle, layer=self.part_of(decoder.eagle.layer)),
         )
 
     def query_rows(self, decoder: DecoderConfig) -> Range:
@@ -205,10 +206,16 @@ class Part:
         """Return a rank's part of a model; raise ConfigError if the model cannot be divided by this mapping."""
         shard = Shard(mapping.tp_size, mapping.tp_rank, mapping.moe_ep_size)
         shard.check(decoder)
-        if mapping.pp_size > 1 and decoder.has_draft_head:
+        if decoder.eagle is not None:
+            try:
+                Shard(mapping.tp_size, mapping.tp_rank).check(decoder.eagle.layer)
+            except ConfigError as error:
+                raise ConfigError(f"the EAGLE-3 head: {error}") from None
+        if mapping.pp_size > 1 and decoder.drafts:
+            method = "mtp" if decoder.eagle is None else "eagle3"
             raise ConfigError(
-                f"pipeline_parallel_size is {mapping.pp_size}, expected 1: speculative_decoding_mode is mtp, and "
-                "the draft head, of the last stage, needs the embedding, which only the first one has"
+                f"pipeline_parallel_size is {mapping.pp_size}, expected 1: speculative_decoding_mode is {method}, "
+                "and the draft head, of the last stage, needs the embedding, which only the first one has"
             )
         layers = mapping.layers(decoder.num_layers, decoder.first_read_layer)
         return cls(shard, layers, mapping.is_first_stage, mapping.is_last_stage)

@@ -90,20 +90,20 @@ class WeightReader(Generic[LayerT, LinearT]):
         if sources.final_norm is not None:
             lm_head = self._kept_head(sources)
         if sources.embedding is not None and (lm_head is None or sources.lm_head is not None):
-            embedding = self._plain(sources.embedding)
+            embedding = self.plain(sources.embedding)
         if sources.position_embedding is not None:
-            position_embedding = self._plain(sources.position_embedding)
+            position_embedding = self.plain(sources.position_embedding)
         if sources.embedding_norm is not None:
-            embedding_norm = self._norm(sources.embedding_norm, self._plain)
+            embedding_norm = self._norm(sources.embedding_norm, self.plain)
         if sources.final_norm is not None and lm_head is None:
-            table = embedding if sources.lm_head is None else self._plain(sources.lm_head)
+            table = embedding if sources.lm_head is None else self.plain(sources.lm_head)
             assert table is not None, "the last stage has the output projection or the tied embedding"
             lm_head = self._sink.head(table)
             if sources.lm_head is None and not self._sink.keeps_tied_embedding:
                 embedding = None
             del table
         if sources.final_norm is not None:
-            final_norm = self._norm(sources.final_norm, self._plain)
+            final_norm = self._norm(sources.final_norm, self.plain)
         token_inputs = None if sources.token_inputs is None else self._token_inputs(sources.token_inputs)
         streams = None if sources.streams is None else self._streams(sources.streams)
         layers = tuple(self._sink.layer(self._layer(layer)) for layer in sources.layers)
@@ -121,11 +121,11 @@ class WeightReader(Generic[LayerT, LinearT]):
 
     def _draft_head(self, sources: DraftHeadSources) -> DraftHeadWeights[LayerT, LinearT]:
         return DraftHeadWeights(
-            embedding_norm=self._norm(sources.embedding_norm, self._plain),
-            hidden_norm=self._norm(sources.hidden_norm, self._plain),
-            projection=self._projection(sources.projection),
+            embedding_norm=self._norm(sources.embedding_norm, self.plain),
+            hidden_norm=self._norm(sources.hidden_norm, self.plain),
+            projection=self.projection(sources.projection),
             layer=self._sink.layer(self._layer(sources.layer)),
-            final_norm=self._norm(sources.final_norm, self._plain),
+            final_norm=self._norm(sources.final_norm, self.plain),
         )
 
     def _kept_head(self, sources: DecoderSources) -> LinearT | None:
@@ -149,29 +149,29 @@ class WeightReader(Generic[LayerT, LinearT]):
 
     def _token_inputs(self, sources: TokenInputSources) -> TokenInputWeights:
         return TokenInputWeights(
-            embedding=self._plain(sources.embedding),
-            projection=Linear(self._plain(sources.projection.weight)),
-            norm=self._norm(sources.norm, self._plain),
+            embedding=self.plain(sources.embedding),
+            projection=Linear(self.plain(sources.projection.weight)),
+            norm=self._norm(sources.norm, self.plain),
         )
 
     def _streams(self, sources: StreamSources) -> StreamWeights:
         split, join = (
-            None if source is None else Linear(self._plain(source.weight))
+            None if source is None else Linear(self.plain(source.weight))
             for source in (sources.split, sources.join)
         )
         return StreamWeights(split, join)
 
     def _layer(self, sources: LayerSources) -> Layer[LinearT]:
         return Layer(
-            input_projection=None if sources.qkv is None else self._projection(sources.qkv),
+            input_projection=None if sources.qkv is None else self.projection(sources.qkv),
             latent=None if sources.latent is None else self._latent(sources.latent),
-            up=None if sources.up is None else self._projection(sources.up),
-            down=None if sources.down is None else self._projection(sources.down),
+            up=None if sources.up is None else self.projection(sources.up),
+            down=None if sources.down is None else self.projection(sources.down),
             experts=None if sources.experts is None else self._experts(sources.experts),
             attention_norm=self._norm_or_none(sources.attention_norm),
             query_norm=self._norm_or_none(sources.query_norm),
             key_norm=self._norm_or_none(sources.key_norm),
-            output_projection=None if sources.output is None else self._projection(sources.output),
+            output_projection=None if sources.output is None else self.projection(sources.output),
             attention_post_norm=self._norm_or_none(sources.attention_post_norm),
             mlp_norm=self._norm_or_none(sources.mlp_norm),
             mlp_post_norm=self._norm_or_none(sources.mlp_post_norm),
@@ -181,8 +181,8 @@ class WeightReader(Generic[LayerT, LinearT]):
             recurrent_projections=None
             if sources.recurrent_projections is None
             else (
-                self._projection(sources.recurrent_projections[0]),
-                self._projection(sources.recurrent_projections[1]),
+                self.projection(sources.recurrent_projections[0]),
+                self.projection(sources.recurrent_projections[1]),
             ),
             inputs=None if sources.inputs is None else self._layer_inputs(sources.inputs),
             activation=None if sources.activation is None else self._xielu(sources.activation),
@@ -263,7 +263,8 @@ class WeightReader(Generic[LayerT, LinearT]):
 
     # ------------------------------------------------------------------ tensors for the sink
 
-    def _projection(self, source: LinearSource) -> LinearT:
+    def projection(self, source: LinearSource) -> LinearT:
+        """Return a projection as the sink converts it."""
         levels = self._kept_levels(source.weight)
         if levels is None:
             return self._sink.linear(self._tensor(source.weight), self._vector(source.bias), source.is_gated)
@@ -320,6 +321,10 @@ class WeightReader(Generic[LayerT, LinearT]):
     def _norm_or_none(self, source: NormSource | None) -> Norm | None:
         return None if source is None else self._norm(source, self._tensor)
 
+    def norm(self, source: NormSource) -> Norm:
+        """Return a norm outside the layers."""
+        return self._norm(source, self.plain)
+
     def _norm(self, source: NormSource, read: Callable[[TensorSource], Tensor]) -> Norm:
         weight = read(source.weight)
         if source.offset:
@@ -335,8 +340,8 @@ class WeightReader(Generic[LayerT, LinearT]):
         """Read a tensor of a layer, into memory that the sink allocates."""
         return self._fill(source, self._sink.empty(source.shape, source.dtype or self._dtype, self._device))
 
-    def _plain(self, source: TensorSource) -> Tensor:
-        """Read a tensor outside the layers."""
+    def plain(self, source: TensorSource) -> Tensor:
+        """Return a tensor outside the layers."""
         return self._fill(
             source, torch.empty(source.shape, dtype=source.dtype or self._dtype, device=self._device)
         )

@@ -17,6 +17,7 @@ from typing import Protocol, TextIO, cast
 from inflight.engine_folder import is_engine_folder
 from inflight.log_lines import ACCESS_LOG_VARIABLE, asks_for_json, open_log
 from inflight.openai.options import API_KEYS_VARIABLE, OpenAiOptions, read_arguments
+from inflight.parameter_spec import Speculation
 from inflight.processes import raise_descriptor_limit
 from inflight.progress import ProgressEcho
 from inflight.server import descriptors
@@ -87,6 +88,7 @@ def parse(arguments: list[str] | None, judge: Judge | None = None) -> ServerOpti
     find_model_behind(given, "served_model_name", "api_key")
     choose_model(given)
     _check_engine(given)
+    _check_drafts(given)
     return ServerOptions(
         model_repository=given.model_repository,
         wanted=Wanted(
@@ -96,6 +98,7 @@ def parse(arguments: list[str] | None, judge: Judge | None = None) -> ServerOpti
             engine_dir=given.engine_dir,
             weights=given.weights,
             speculate=given.speculate,
+            draft_model=given.draft_model,
             kv_cache_dir=given.kv_cache_dir,
             kv_cache_disk_bytes=given.kv_cache_disk,
             kv_events_config=given.kv_events_config,
@@ -165,6 +168,21 @@ def _check_engine(given: argparse.Namespace) -> None:
         raise OptionError(f"--engine-dir {folder}: no plans in that folder; scripts/build writes them")
     if given.engine == "tensorrt" and folder is None and not (given.model and is_engine_folder(given.model)):
         raise OptionError("--engine tensorrt needs --engine-dir with a folder that scripts/build wrote")
+
+
+def _check_drafts(given: argparse.Namespace) -> None:
+    """Make --draft-model imply --speculate eagle3. Raises OptionError if they contradict each other."""
+    folder = given.draft_model
+    if folder is not None and given.speculate is None:
+        given.speculate = Speculation.EAGLE3
+    speculation = None if given.speculate is None else Speculation.parse(given.speculate)
+    is_eagle = speculation is not None and speculation.method == Speculation.EAGLE3
+    if folder is None and is_eagle:
+        raise OptionError(
+            f"--speculate {given.speculate} needs --draft-model with the folder of an EAGLE-3 head"
+        )
+    if folder is not None and not is_eagle:
+        raise OptionError(f"--draft-model {folder} is for --speculate eagle3, not {given.speculate}")
 
 
 def serve(options: ServerOptions) -> int:

@@ -61,8 +61,14 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="METHOD[:K]",
         type=speculation,
         help="draft up to K tokens of each sequence: prompt-lookup, from its own tokens; suffix, also from recent "
-        "answers; mtp, by the checkpoint's draft head; none, only if a request asks for it (default: none; K: 8, "
-        "for mtp 1)",
+        "answers; mtp, by the checkpoint's draft head; eagle3, by the head of --draft-model; none, only if a "
+        "request asks for it (default: none; K: 8, for mtp 1, for eagle3 3)",
+    )
+    add(
+        "--draft-model",
+        metavar="DIR",
+        type=Path,
+        help="folder of an EAGLE-3 head for the model, which drafts tokens; implies --speculate eagle3",
     )
     add(
         "--kv-cache-dir",

@@ -122,8 +122,8 @@ DIFFERENT: Mapping[str, str] = {
     "--logits-processors": "take --set logits_post_processor_module=FILE with functions that requests name",
     "--guided-decoding-backend": "take --set guided_decoding_backend=llguidance or xgrammar",
     "--structured-outputs-config": "take --set guided_decoding_backend=llguidance or xgrammar",
-    "--speculative-config": "take --speculate suffix:K, prompt-lookup:K for the method ngram, or mtp:K; "
-    "docs/speculation.md describes draft models",
+    "--speculative-config": "take --speculate suffix:K, prompt-lookup:K for the method ngram, or mtp:K, or "
+    "--draft-model DIR for the method eagle3; docs/speculation.md describes draft models",
     # memory
     "--gpu-memory-utilization": "take --set kv_cache_free_gpu_mem_fraction=0.9, the share of the memory that is "
     "free after the weights are loaded",

@@ -42,6 +42,7 @@ ENGINE_NAME = "tensorrt_llm_model_name"
 ENGINE_ENDPOINT = "engine_endpoint"
 RECORD_PATH, RECEIPT_KEY_FILE = "record_path", "receipt_key_file"
 SPECULATIVE_DECODING_MODE = "speculative_decoding_mode"
+SPECULATIVE_MODEL_DIR = "speculative_model_dir"
 KV_CACHE_DIR, KV_CACHE_DISK_BYTES = "kv_cache_dir", "kv_cache_disk_bytes"
 KV_EVENTS_CONFIG, OTLP_TRACES_ENDPOINT = "kv_events_config", "otlp_traces_endpoint"
 LORA_ADAPTERS, LORA_DIR, LORA_PREFETCH_DIR = "lora_adapters", "lora_dir", "lora_prefetch_dir"
@@ -66,6 +67,7 @@ class Wanted:
         engine_dir: Folder of TensorRT plans.
         weights: Place where compiled layers store their weights: "memory" or "mmap".
         speculate: How the server drafts tokens, as `speculative_decoding_mode`.
+        draft_model: Folder of an EAGLE-3 head.
         kv_cache_dir: Folder in which KV blocks are saved.
         kv_cache_disk_bytes: Maximum size of the files in this folder.
         kv_events_config: How KV cache events are published, a JSON object.
@@ -81,6 +83,7 @@ class Wanted:
     engine_dir: Path | None = None
     weights: str | None = None
     speculate: str | None = None
+    draft_model: Path | None = None
     kv_cache_dir: Path | None = None
     kv_cache_disk_bytes: int | None = None
     kv_events_config: str | None = None
@@ -220,6 +223,8 @@ def _settings(wanted: Wanted) -> dict[str, str]:
         values[WEIGHTS] = wanted.weights
     if wanted.speculate is not None:
         values[SPECULATIVE_DECODING_MODE] = wanted.speculate
+    if wanted.draft_model is not None:
+        values[SPECULATIVE_MODEL_DIR] = str(wanted.draft_model.resolve())
     if wanted.kv_cache_dir is not None:
         values[KV_CACHE_DIR] = str(wanted.kv_cache_dir)
     if wanted.kv_cache_disk_bytes is not None:

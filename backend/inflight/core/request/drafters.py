@@ -72,7 +72,7 @@ class Drafters:
         if not most:
             return None
         method = Speculation.PROMPT_LOOKUP if self._speculation is None else self._speculation.method
-        if method == Speculation.MTP:
+        if method in (Speculation.MTP, Speculation.EAGLE3):
             return HeadDrafts(most)
         if method == Speculation.PROMPT_LOOKUP:
             return PromptLookup(tokens, most)

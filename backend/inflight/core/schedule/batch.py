@@ -332,6 +332,8 @@ class EngineLimits:
         break_even_rows: Number of rows that take as long as what a forward pass does whatever its rows are,
             mostly reading the weights. In a batch of n rows, a draft token saves time if it is accepted with a
             probability of at least n / (n + break_even_rows).
+        guess_cost: Time that a draft head takes to guess a token, relative to a forward pass; 0: there is no draft
+            head. A draft token saves time if it is accepted with a probability that is larger by `guess_cost`.
     """
 
     vocab_size: int
@@ -355,6 +357,7 @@ class EngineLimits:
     has_state: bool = False
     num_state_snapshots: int = 0
     break_even_rows: int = 256
+    guess_cost: float = 0.0
 
     def adapter_pages(self, rank: int) -> int:
         """Return how many pages an adapter of this rank takes."""

@@ -18,6 +18,7 @@ from inflight.core.schedule.batch import (
     BeamGroup,
     BeamMove,
     ContextChunk,
+    EngineLimits,
     ScheduledBatch,
     SlotStart,
     StateSave,
@@ -25,7 +26,7 @@ from inflight.core.schedule.batch import (
 from inflight.core.schedule.micro_batch_scheduler import MicroBatch
 
 _FEW_SEQUENCES = 4
-"""Number of sequences up to which drafts are as long as requests allow."""
+"""Number of sequences up to which drafts are as long as requests allow, if guesses take no time."""
 
 
 class BatchBuilder:
@@ -34,17 +35,15 @@ class BatchBuilder:
     Args:
         kv_cache: The source of the rows' blocks.
         adapter_pages: The pages of the rows' adapters.
-        vocab_size: Ids >= vocab_size stand for rows of prompt tables and are never generated.
-        break_even_rows: See `EngineLimits`.
+        limits: The limits of the engine. Ids >= `vocab_size` stand for rows of prompt tables and are never
+            generated.
     """
 
-    def __init__(
-        self, kv_cache: KvCacheManager, adapter_pages: AdapterPages, vocab_size: int, break_even_rows: int
-    ) -> None:
+    def __init__(self, kv_cache: KvCacheManager, adapter_pages: AdapterPages, limits: EngineLimits) -> None:
         self._kv_cache = kv_cache
         self._adapter_pages = adapter_pages
-        self._vocab_size = vocab_size
-        self._break_even_rows = break_even_rows
+        self._vocab_size = limits.vocab_size
+        self._break_even_rows, self._guess_cost = limits.break_even_rows, limits.guess_cost
         self._starts: list[SlotStart] = []
         self._new_blocks: list[tuple[int, tuple[int, ...]]] = []
         self._context: list[ContextChunk] = []
@@ -165,8 +164,9 @@ class BatchBuilder:
     ) -> tuple[int, ...]:
         """Return a sequence's draft tokens, as many as free rows, its own blocks and the length limit allow.
 
-        With few sequences a forward pass mostly reads weights, and draft rows cost little. With more, only as many
-        tokens are drafted as earlier drafts of the sequence suggest (`DraftLength`).
+        With few sequences a forward pass mostly reads weights, and draft rows cost little. With more, or if a
+        draft head takes time for each guess, only as many tokens are drafted as earlier drafts of the sequence
+        suggest (`DraftLength`).
 
         The draft ends before the first token that stands for a row of a prompt table.
         """
@@ -179,8 +179,8 @@ class BatchBuilder:
             # that token.
             size = self._kv_cache.tokens_per_block
             most = min(most, size - 2 - llm_request.num_computed_tokens % size)
-        if num_sequences > _FEW_SEQUENCES:
-            needed_share = num_sequences / (num_sequences + self._break_even_rows)
+        if num_sequences > _FEW_SEQUENCES or self._guess_cost:
+            needed_share = num_sequences / (num_sequences + self._break_even_rows) + self._guess_cost
             most = min(most, drafter.length.tokens_if(needed_share))
         draft = drafter.propose(most) if most > 0 else ()
         if request.prompt_table is None:

@@ -172,6 +172,7 @@ class Decoder:
         hidden: Tensor | None = None,
         between: HiddenStates | None = None,
         active: ActiveAdapters | None = None,
+        read: Tensor | None = None,
     ) -> Tensor:
         """Compute the last layer's output [rows, hidden_size], and fill the cache.
 
@@ -183,6 +184,7 @@ class Decoder:
             hidden: The previous stage's output; None at the first stage.
             between: Collects hidden states between layers.
             active: The rows' adapters; None: the adapters that `packed` names.
+            read: The input of the first layer's norm, if it is not `hidden`; for a draft head.
 
         Raises:
             ValueError: An adapter that `packed` names is not loaded.
@@ -194,7 +196,7 @@ class Decoder:
         places = cache_places(packed, cache.tokens_per_block)
         x, embedded, streams = self._start_layers(packed, hidden)
         inputs = self._layer_inputs(packed, embedded)
-        read = self._norm(x, weights.layers[0].first_norm)
+        read = self._norm(x if read is None else read, weights.layers[0].first_norm)
         rotations = self._rotations(packed)
         query_factors = None if self._query_factors is None else self._query_factors[packed.positions]
         # The rows' keys and values, by index of the layer among layers with attention.
@@ -612,7 +614,7 @@ class Decoder:
 
 def _can_have_fixed_shapes(config: DecoderConfig) -> bool:
     # finding the experts that have rows waits for the device
-    return config.experts is None and config.recurrent is None and not config.has_draft_head
+    return config.experts is None and config.recurrent is None and not config.drafts
 
 
 def _places(held: DecoderConfig) -> list[int]:

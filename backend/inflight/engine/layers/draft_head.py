@@ -1,20 +1,22 @@
-"""A checkpoint's own draft head (multi-token prediction), which guesses the next tokens of sequences.
+"""Draft heads, which guess the next tokens of sequences: the checkpoint's own (multi-token prediction, MTP).
 
-The head has one decoder layer. For the token at position p it reads the token's embedding and the hidden state at
-p - 1, the model's output after the final norm, and guesses the token at p + 1. The layer attends to the same pairs
-of embedding and hidden state at all positions from 1 to p. Embedding and output projection are the model's.
+A head has one decoder layer. For the token at position p it reads the token's embedding and a hidden state of
+the model at p - 1, and guesses the token at p + 1. The layer attends to the same pairs of embedding and hidden
+state at all positions from 1 to p. An MTP head reads the model's output after the final norm, and shares embedding
+and output projection with the model; `eagle_head.py` has the other kind of head.
 
 The layer's keys and values are one more layer of the KV cache, and the hidden states are stored there too: blocks
 that are shared, copied or saved have all that the head needs. Every forward pass stores both for its rows, by
-`fill`. To guess more than one token, the head gets its own output, after its final norm, in place of the hidden
-state. The keys and values that it stores then are overwritten by the forward pass that verifies the guesses.
+`fill`. To guess more than one token, the head gets its own output in place of the hidden state. The keys and
+values that it stores then are overwritten by the forward pass that verifies the guesses.
 
 References: vLLM `qwen3_next_mtp.py` and `deepseek_mtp.py`, SGLang `deepseek_nextn.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -32,7 +34,13 @@ from inflight.engine.packing import PackedBatch
 from inflight.engine.rotary_tables import RotaryTables
 from inflight.engine.slots import SlotTable
 from inflight.engine.windows import AttentionWindow
-from inflight.models.decoder_weights import DecoderWeights, DraftHeadWeights, LayerWeights, Linear
+from inflight.models.decoder_weights import (
+    DecoderWeights,
+    DraftHeadWeights,
+    LayerWeights,
+    Linear,
+    PlainWeights,
+)
 from inflight.models.sharding import Part
 from inflight.sampling.transfer import as_array, upload
 
@@ -47,42 +55,57 @@ class _Guess:
     position: int
 
 
-class DraftHead:
+class DraftHead(ABC):
     """Guesses draft tokens, in torch's operators.
 
     Args:
         model: The decoder of the model.
-        weights: The weights of the head.
+        layer: The head's layer, which also makes the logits.
         cache: The KV cache of a model with a draft head.
+
+    Attributes:
+        read_layers: Numbers of the model's layers after which the head reads hidden states; none if it reads only
+            the output.
     """
 
-    def __init__(
-        self, model: Decoder, weights: DraftHeadWeights[LayerWeights, Linear], cache: KvCache
-    ) -> None:
-        self._model, self._weights = model, weights
-        config, part = model.config.draft_layer, Part(model.part.shard, (0, 1), is_first_stage=False)
-        # There is no hidden state before the first token, so the pair at position 0 is never read.
-        windows = (AttentionWindow(model.max_sequence_length, begin=1),)
-        self._layer = Decoder(
-            config,
-            DecoderWeights(None, None, (weights.layer,), weights.final_norm, model.weights.lm_head),
-            windows,
-            model.max_sequence_length,
-            part,
-            model.collectives,
-            gathering(part.held_config(config)),
-        )
+    read_layers: frozenset[int] = frozenset()
+
+    def __init__(self, model: Decoder, layer: Decoder, cache: KvCache) -> None:
+        self._model, self._layer = model, layer
         self._cache, self._hidden, self._size = cache.draft_layer(), cache.hidden, cache.tokens_per_block
 
-    def fill(self, packed: PackedBatch, hidden: Tensor) -> None:
+    def fill(self, packed: PackedBatch, hidden: Tensor, between: Mapping[int, Tensor]) -> None:
         """Store hidden states, keys and values of a batch's rows.
 
         Args:
             packed: The rows.
             hidden: The output of the model's last layer, [rows, hidden_size].
+            between: The hidden states after `read_layers`, [rows, hidden_size] each.
         """
-        self._hidden.index_copy_(0, cache_places(packed, self._size), self._model.normalize(hidden))
-        self._layer.fill(packed, self._cache, self._input(packed, self._before(packed)))
+        self._hidden.index_copy_(0, cache_places(packed, self._size), self._stored(hidden, between))
+        packed = self._of_layer(packed)
+        self._layer.fill(packed, self._cache, self._inputs(packed, self._before(packed))[1])
+
+    @abstractmethod
+    def _stored(self, hidden: Tensor, between: Mapping[int, Tensor]) -> Tensor:
+        """Return the hidden states that the head reads, [rows, hidden_size], from the arguments of `fill`."""
+
+    @abstractmethod
+    def _inputs(self, packed: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the layer's input for tokens with `hidden` before them: the residual stream [rows, hidden_size],
+        and the input of attention's norm, or of attention if the layer has no such norm."""
+
+    @abstractmethod
+    def _next(self, output: Tensor) -> Tensor:
+        """Return what stands for the hidden states of guessed tokens, given the layer's output at them."""
+
+    def _token_ids(self, guesses: Tensor) -> Tensor:
+        """Return the model's tokens for indices of the head's logits, [rows]."""
+        return guesses
+
+    def _of_layer(self, packed: PackedBatch) -> PackedBatch:
+        """Return the rows as the head's layer rotates them."""
+        return packed
 
     def guess(self, batch: ScheduledBatch, slots: SlotTable, rotary: RotaryTables) -> ScheduledBatch:
         """Return the batch with guessed tokens in place of GUESSED_ON_DEVICE; waits for the device.
@@ -119,11 +142,13 @@ class DraftHead:
                 index = upload(np.array(kept), device)
                 tokens, hidden = tokens[index], None if hidden is None else hidden[index]
             positions = np.array([wanted[row].position + step for row in rows])
-            packed = _pack(tokens, [wanted[row].slot for row in rows], positions, slots, rotary)
-            x = self._input(packed, self._before(packed) if hidden is None else hidden)
-            output = self._layer.forward(packed, self._cache, x)
-            hidden = self._layer.normalize(output)
-            tokens = self._layer.logits(output, packed.sampled_rows).argmax(dim=-1)
+            packed = self._of_layer(
+                _pack(tokens, [wanted[row].slot for row in rows], positions, slots, rotary)
+            )
+            stream, read = self._inputs(packed, self._before(packed) if hidden is None else hidden)
+            output = self._layer.forward(packed, self._cache, stream, read=read)
+            hidden = self._next(output)
+            tokens = self._token_ids(self._layer.logits(output, packed.sampled_rows).argmax(dim=-1))
             guessed.append(tokens)
         flat = iter(as_array(torch.cat(guessed).cpu()).tolist())
         found = {each.slot: list[int]() for each in wanted}
@@ -139,11 +164,58 @@ class DraftHead:
         before = replace(packed, positions=(packed.positions - 1).clamp(min=0))
         return self._hidden[cache_places(before, self._size)]
 
-    def _input(self, packed: PackedBatch, hidden: Tensor) -> Tensor:
-        """Return the layer's input for tokens with `hidden` before them, [rows, hidden_size]."""
+
+class MtpHead(DraftHead):
+    """The checkpoint's own draft head.
+
+    Args:
+        model: The decoder of the model.
+        weights: The weights of the head.
+        cache: The KV cache of a model with a draft head.
+    """
+
+    def __init__(
+        self, model: Decoder, weights: DraftHeadWeights[LayerWeights, Linear], cache: KvCache
+    ) -> None:
+        part = Part(model.part.shard, (0, 1), is_first_stage=False)
+        of_layer = DecoderWeights(None, None, (weights.layer,), weights.final_norm, model.weights.lm_head)
+        super().__init__(model, make_layer(model, of_layer, part), cache)
+        self._weights = weights
+
+    def _stored(self, hidden: Tensor, between: Mapping[int, Tensor]) -> Tensor:
+        return self._model.normalize(hidden)
+
+    def _inputs(self, packed: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
         weights, eps = self._weights, self._model.config.norm_eps
         embedded = apply_norm(self._model.embed(packed), weights.embedding_norm, eps)
-        return weights.projection(torch.cat([embedded, apply_norm(hidden, weights.hidden_norm, eps)], dim=-1))
+        pair = torch.cat([embedded, apply_norm(hidden, weights.hidden_norm, eps)], dim=-1)
+        projected = weights.projection(pair)
+        return projected, projected
+
+    def _next(self, output: Tensor) -> Tensor:
+        return self._layer.normalize(output)
+
+
+def make_layer(model: Decoder, weights: PlainWeights, part: Part) -> Decoder:
+    """Return a decoder of a draft head's only layer.
+
+    Args:
+        model: The decoder of the model.
+        weights: The layer, the final norm and the output projection.
+        part: The rank's part of the head.
+    """
+    config = model.config.draft_layer
+    # There is no hidden state before the first token, so the pair at position 0 is never read.
+    windows = (AttentionWindow(model.max_sequence_length, begin=1),)
+    return Decoder(
+        config,
+        weights,
+        windows,
+        model.max_sequence_length,
+        part,
+        model.collectives,
+        gathering(part.held_config(config)),
+    )
 
 
 def _pack(

@@ -1,0 +1,71 @@
+"""An EAGLE-3 head, which guesses tokens from the hidden states after three of the model's layers.
+
+It is a `DraftHead` whose hidden states are a projection of these three, and whose guesses are of its own, smaller
+vocabulary. Attention reads embedding and hidden state side by side, each after a norm of its own, and the residual
+stream begins with the hidden state. A guessed token's hidden state is the layer's output before the final norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inflight.engine.kv_cache import KvCache
+from inflight.engine.layers.decoder import Decoder
+from inflight.engine.layers.draft_head import DraftHead, make_layer
+from inflight.engine.layers.layer_operations import apply_norm
+from inflight.engine.packing import PackedBatch
+from inflight.models.decoder_weights import LayerWeights, Linear
+from inflight.models.eagle_weights import EagleWeights, eagle_part
+
+
+class EagleHead(DraftHead):
+    """Guesses draft tokens with an EAGLE-3 head.
+
+    Args:
+        model: The decoder of the model, with `DecoderConfig.eagle`.
+        weights: The weights of the head.
+        cache: The KV cache of this model.
+    """
+
+    def __init__(self, model: Decoder, weights: EagleWeights[LayerWeights, Linear], cache: KvCache) -> None:
+        super().__init__(model, make_layer(model, weights.decoder, eagle_part(model.part.shard)), cache)
+        config, eagle = model.config, model.config.eagle
+        assert eagle is not None, "the model was described with the head"
+        self._weights, self._order = weights, eagle.read_layers
+        self.read_layers = frozenset(eagle.read_layers)
+        rope = eagle.layer.ropes[0]
+        self._has_model_rope = rope in config.ropes and eagle.layer.head_dim == config.rotary_head_dim
+
+    def _stored(self, hidden: Tensor, between: Mapping[int, Tensor]) -> Tensor:
+        read = [between.get(number, hidden) for number in self._order]  # after all layers: the output
+        return self._weights.fusion(torch.cat(read, dim=-1))
+
+    def _inputs(self, packed: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        weights, eps = self._weights, self._layer.config.norm_eps
+        embedded = apply_norm(self._embed(packed), weights.embedding_norm, eps)
+        return hidden, torch.cat([embedded, apply_norm(hidden, weights.hidden_norm, eps)], dim=-1)
+
+    def _next(self, output: Tensor) -> Tensor:
+        return output
+
+    def _token_ids(self, guesses: Tensor) -> Tensor:
+        of_model = self._weights.token_ids
+        return guesses if of_model is None else of_model[guesses]
+
+    def _of_layer(self, packed: PackedBatch) -> PackedBatch:
+        return packed if self._has_model_rope else replace(packed, rotations=None)
+
+    def _embed(self, packed: PackedBatch) -> Tensor:
+        """Return embeddings [rows, hidden_size], of which the norm removes any scale that the model has."""
+        table, virtual = self._weights.embedding, packed.virtual
+        if table is None:
+            return self._model.embed(packed)
+        if virtual is None:
+            return F.embedding(packed.token_ids, table)
+        known = packed.token_ids.index_fill(0, virtual.rows, 0)
+        return F.embedding(known, table).index_copy(0, virtual.rows, virtual.embeddings)

@@ -1,0 +1,202 @@
+"""The folder of an EAGLE-3 head in the layout that SpecForge and SafeAILab publish: its config.json and tensors.
+
+The head has one layer, `midlayer`. Its attention reads the normed embedding of a token beside the normed hidden
+state before that token. This hidden state is a projection (`fc`) of the hidden states after three of the model's
+layers. The head may know fewer tokens than the model: for each of them, `d2t` has the difference between the
+model's token id and the head's.
+
+Only headers of weight files are read here, without torch, so that the checks before a server's start can do it.
+
+References: vLLM `llama_eagle3.py`, SGLang `llama_eagle3.py`, SpecForge `specforge/modeling/draft/llama3_eagle.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from inflight.checkpoint_config import ConfigFile, read_config_file
+from inflight.errors import ConfigError
+from inflight.json_values import is_list
+from inflight.models.decoder_config import DecoderConfig, Eagle3Config
+from inflight.models.families.family import NormNames
+from inflight.models.registry import ModelDescription, describe
+from inflight.safetensors_header import StoredTensor, stored_tensors
+
+EMBEDDING, EMBEDDING_NORM, FUSION, HIDDEN_NORM, TARGETS = (
+    "embed_tokens",
+    "midlayer.input_layernorm",
+    "fc",
+    "midlayer.hidden_norm",
+    "d2t",
+)
+"""Names of the head's modules that ordinary models do not have; TARGETS and "t2d" are whole names of tensors."""
+
+_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+_READ_LAYERS = "eagle_aux_hidden_state_layer_ids"
+_OWN_KEYS = ("draft_vocab_size", "eagle_config", "target_hidden_size", "target_model_type", _READ_LAYERS)
+_NOT_READ = ("t2d",)
+_EXPECTED = "expected an EAGLE-3 head as SpecForge and SafeAILab publish it"
+
+
+def with_eagle_head(model: ModelDescription, folder: str) -> ModelDescription:
+    """Return the description of a model with the EAGLE-3 head in `folder`.
+
+    Raises:
+        ConfigError: The folder has no EAGLE-3 head, or one of another model's sizes; the message has the file and
+            what was expected.
+    """
+    config = read_config_file(folder)
+    target, layer = model.decoder, _read_layer(config)
+    for key, expected in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
+        if config.positive_int(key) != expected:
+            raise config.error(key, f"{expected} as in {model.folder}, because the head must fit this model")
+    if config.has("target_hidden_size") and config.positive_int("target_hidden_size") != target.hidden_size:
+        raise config.error("target_hidden_size", f"{target.hidden_size} as in {model.folder}")
+    draft_size = config.int_or_none("draft_vocab_size") or target.vocab_size
+    if draft_size > target.vocab_size:
+        raise config.error("draft_vocab_size", f"at most vocab_size, which is {target.vocab_size}")
+    decoder = replace(layer.decoder, vocab_size=draft_size, tied_embeddings=False)
+    names = replace(
+        layer.names,
+        base="",
+        layers="midlayer.",
+        norms=NormNames(mlp="post_attention_layernorm"),
+    )
+    head = replace(layer, decoder=decoder, names=names)
+    _check_tensors(head, target.vocab_size)
+    eagle = Eagle3Config(decoder, _find_read_layers(config, target.num_layers))
+    return replace(model, decoder=replace(target, eagle=eagle), eagle=head)
+
+
+def _read_layer(config: ConfigFile) -> ModelDescription:
+    """Read the head's layer, which is Llama's."""
+    names = config.texts("architectures")
+    has_medusa = any(key.startswith("medusa") for key in config.values)
+    is_llama = "LlamaForCausalLM" in names and config.has("draft_vocab_size")
+    if has_medusa or not (is_llama or set(names).intersection(_ARCHITECTURES)):
+        found = f"architectures {list(names)}"
+        if has_medusa:
+            found = "a Medusa head"
+        elif "LlamaForCausalLM" in names:
+            found += " without draft_vocab_size, as a whole model or an EAGLE-1 head"
+        elif any("eagle" in name.lower() for name in names):
+            found += ", an EAGLE head of another version or family"
+        raise ConfigError(
+            f"{config.path}: speculative_model_dir has {found}, {_EXPECTED}: architectures "
+            f"[{_ARCHITECTURES[0]!r}], or ['LlamaForCausalLM'] with draft_vocab_size"
+        )
+    if config.positive_int("num_hidden_layers") != 1:
+        raise config.error("num_hidden_layers", "1, as EAGLE-3 heads have")
+    without_own = dict.fromkeys(_OWN_KEYS)
+    layer = describe(
+        config.with_values({**without_own, "architectures": ["LlamaForCausalLM"], "model_type": "llama"})
+    )
+    if layer.quantization is not None:
+        raise config.error("quantization_config", "no such key: quantized EAGLE-3 heads are not read")
+    return layer
+
+
+def _find_read_layers(config: ConfigFile, num_layers: int) -> tuple[int, ...]:
+    """Return after how many of the model's layers the head reads hidden states.
+
+    At the top of config.json, the numbers are vLLM's, which count layers as here. In `eagle_config` they are
+    SGLang's and SpecForge's, where i means the output of layer i, the first of which is 0.
+    """
+    section = config.child("eagle_config") if config.has("eagle_config") else None
+    if section is not None and not section.boolean("use_aux_hidden_state", True):
+        raise section.error("use_aux_hidden_state", "true, as EAGLE-3 heads have")
+    where, added = config, 0
+    if not config.has(_READ_LAYERS) and section is not None and section.has(_READ_LAYERS):
+        where, added = section, 1
+    expected = f"three numbers of layers of the model, which has {num_layers}"
+    given: Any = where.value(_READ_LAYERS)
+    if given is None:
+        given = [2, num_layers // 2, num_layers - 3]
+        expected += f"; without the key they are {given}"
+    if not is_list(given) or len(given) != 3 or any(type(each) is not int for each in given):
+        raise where.error(_READ_LAYERS, expected)
+    layers = tuple(int(each) + added for each in given)
+    if not all(0 <= layer <= num_layers for layer in layers):
+        raise where.error(_READ_LAYERS, expected)
+    return layers
+
+
+def _check_tensors(head: ModelDescription, vocab_size: int) -> None:
+    """Raise ConfigError unless the folder has the head's tensors in their shapes, and no others."""
+    files = sorted(head.folder.glob("*.safetensors"))
+    if not files:
+        found = ", ".join(sorted(path.name for path in head.folder.iterdir())) or "nothing"
+        raise ConfigError(f"{head.folder}: speculative_model_dir has {found}, expected model.safetensors")
+    stored: dict[str, StoredTensor] = {}
+    for file in files:
+        stored |= stored_tensors(file)
+    shapes = {name: tensor.shape for name, tensor in stored.items()}
+    hidden, expected = head.decoder.hidden_size, _shapes(head.decoder, vocab_size, shapes)
+    if shapes.get(f"{FUSION}.weight") == (hidden, 2 * hidden):
+        raise ConfigError(
+            f"{head.folder}: speculative_model_dir has an EAGLE-1 or EAGLE-2 head (fc.weight has shape "
+            f"{[hidden, 2 * hidden]}), {_EXPECTED}: fc.weight of {[hidden, 3 * hidden]}"
+        )
+    missing = [name for name in expected if name not in shapes]
+    others = [name for name in shapes if name not in expected and name not in _NOT_READ]
+    if missing or others:
+        raise ConfigError(
+            f"{head.folder}: speculative_model_dir lacks {_some(missing)} and has {_some(others)} beside what is "
+            f"known, {_EXPECTED}"
+        )
+    for name, shape in expected.items():
+        if shapes[name] != shape:
+            raise ConfigError(
+                f"{head.folder}: tensor {name!r} has shape {list(shapes[name])}, expected {list(shape)} from "
+                "config.json of the head"
+            )
+    allowed = {TARGETS: ("I64", "I32")}
+    for name in expected:
+        dtypes = allowed.get(name, ("F32", "BF16", "F16"))
+        if stored[name].dtype not in dtypes:
+            raise ConfigError(
+                f"{head.folder}: tensor {name!r} has dtype {stored[name].dtype}, expected {' or '.join(dtypes)}"
+            )
+
+
+def _shapes(
+    decoder: DecoderConfig, vocab_size: int, stored: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """Return the expected shapes of the head's tensors; of optional ones, if they are stored."""
+    hidden, inner = decoder.hidden_size, decoder.intermediate_size
+    attention, mlp = "midlayer.self_attn.", "midlayer.mlp."
+    matrices = {
+        FUSION: (hidden, 3 * hidden),
+        f"{attention}q_proj": (decoder.query_size, 2 * hidden),
+        f"{attention}k_proj": (decoder.kv_size, 2 * hidden),
+        f"{attention}v_proj": (decoder.kv_size, 2 * hidden),
+        f"{attention}o_proj": (hidden, decoder.query_size),
+        f"{mlp}gate_proj": (inner, hidden),
+        f"{mlp}up_proj": (inner, hidden),
+        f"{mlp}down_proj": (hidden, inner),
+        "lm_head": (decoder.vocab_size, hidden),
+    }
+    vectors = (EMBEDDING_NORM, HIDDEN_NORM, "midlayer.post_attention_layernorm", "norm")
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in matrices.items()}
+    shapes |= {f"{name}.weight": (hidden,) for name in vectors}
+    for name, (rows, _) in matrices.items():
+        has_bias = (
+            decoder.mlp_bias
+            if name.startswith(mlp)
+            else name.startswith(attention)
+            and (decoder.output_bias if name.endswith("o_proj") else decoder.qkv_bias)
+        )
+        if has_bias:
+            shapes[f"{name}.bias"] = (rows,)
+    if decoder.vocab_size < vocab_size or TARGETS in stored:
+        shapes[TARGETS] = (decoder.vocab_size,)
+    if f"{EMBEDDING}.weight" in stored:
+        shapes[f"{EMBEDDING}.weight"] = (vocab_size, hidden)
+    return shapes
+
+
+def _some(names: list[str], limit: int = 3) -> str:
+    shown = ", ".join(names[:limit]) or "no tensor"
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -1,0 +1,189 @@
+"""Measure how often an EAGLE-3 head guesses right, and what drafting with it gains or costs.
+
+Runs in this process, without a server: for each number of streams, equally many requests at once through scheduler
+and engine, without drafts on this machine's default layers and on torch's operators, and on torch's operators with
+drafts by the head and by a wrong head, whose output projection is negated. The last one shows what useless drafts
+cost. The generated tokens are compared; in float32, a difference is an error. `scripts/train_draft_head` trains a
+head for the demo model.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from benchmarks.measuring.options import new_parser
+from inflight.config import EngineConfig, SchedulingConfig, Speculation
+from inflight.core.request.request import IterationInput, OutputOptions, Request
+from inflight.core.request.response import SequenceResult
+from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.scheduler import Scheduler
+from inflight.engine.engine import ModelEngine
+from inflight.engine.load import load_engine
+from inflight.text.tokenizer import Tokenizer
+
+_DEMO_MODEL = Path(__file__).resolve().parents[1] / "model_repository/tensorrt_llm/1/demo_model"
+_VERBS = ("read", "write", "parse", "format", "open", "check", "find", "encode")
+_NOUNS = ("header(line, default=None)", "lines(path)", "name(self)", "value(self, index)")
+PROMPTS = tuple(f"def {verb}_{noun}:\n" for noun in _NOUNS for verb in _VERBS)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamsRun:
+    """Measurement of requests at once: their results, the time they took in seconds, and iterations."""
+
+    results: tuple[SequenceResult, ...]
+    seconds: float
+    num_iterations: int
+
+    @property
+    def tokens(self) -> list:
+        """The tokens of all requests."""
+        return [result.output_token_ids for result in self.results]
+
+    def total(self, count: str) -> int:
+        """Return the sum of a field of `PerfMetrics` over all requests."""
+        metrics = [result.perf_metrics for result in self.results if result.perf_metrics is not None]
+        return sum(getattr(each, count) for each in metrics)
+
+
+def run(engine: ModelEngine, requests: Sequence[Request], speculation: Speculation | None) -> StreamsRun:
+    """Generate all requests at once on the engine, without prefix reuse."""
+    config = SchedulingConfig(enable_kv_cache_reuse=False, speculative_decoding_mode=speculation)
+    scheduler, num_iterations = Scheduler(config, engine.limits), 0
+    begin = time.perf_counter()
+    responses = scheduler.accept(IterationInput(0, 0, tuple(requests)))
+    while (batch := scheduler.schedule()) is not None:
+        responses += scheduler.update(batch, engine.decode(batch, engine.forward(batch)))
+        num_iterations += 1
+    seconds = time.perf_counter() - begin
+    found: dict[int, SequenceResult] = {}
+    for response in responses:
+        if response.error is not None:
+            raise response.error
+        if response.result is not None:
+            found[response.request_id] = response.result
+    return StreamsRun(tuple(found[request.request_id] for request in requests), seconds, num_iterations)
+
+
+@contextmanager
+def wrong_head(folder: str) -> Iterator[str]:
+    """Write a head with a negated output projection, which guesses the unlikeliest tokens; remove it again."""
+    with tempfile.TemporaryDirectory(prefix="inflight-wrong-head-") as target:
+        shutil.copy(Path(folder, "config.json"), target)
+        tensors = load_file(Path(folder, "model.safetensors"))
+        tensors["lm_head.weight"] = -tensors["lm_head.weight"]
+        save_file(tensors, Path(target, "model.safetensors"))
+        yield target
+
+
+def measure(
+    engines: dict[str, ModelEngine], requests: Sequence[Request], num_draft: int, rounds: int
+) -> list[dict]:
+    """Return a row for each engine with medians over `rounds`; the engines take turns."""
+    eagle = Speculation(Speculation.EAGLE3, num_draft)
+    modes = {name: eagle if name.endswith("head") else None for name in engines}
+    runs = {name: list[StreamsRun]() for name in engines}
+    for name, engine in engines.items():
+        run(engine, requests, modes[name])  # warms up
+    for _ in range(rounds):
+        for name, engine in engines.items():
+            runs[name].append(run(engine, requests, modes[name]))
+    speeds = {
+        name: statistics.median(
+            sum(result.num_output_tokens[0] for result in each.results) / each.seconds for each in measured
+        )
+        for name, measured in runs.items()
+    }
+    rows = []
+    for name, (first, *_) in runs.items():
+        same = first.tokens == runs["plain, torch"][0].tokens
+        if not same and engines[name].dtype == "float32" and name != "plain":
+            raise AssertionError(f"{name} changed the tokens")
+        drafted, accepted = first.total("num_draft_tokens"), first.total("num_accepted_draft_tokens")
+        rows.append(
+            {
+                "streams": len(requests),
+                "method": name,
+                "tokens_per_s": round(speeds[name]),
+                "to_plain": round(speeds[name] / speeds["plain"], 2),
+                "to_plain_torch": round(speeds[name] / speeds["plain, torch"], 2),
+                "iterations": first.num_iterations,
+                "drafted": drafted,
+                "accepted": accepted,
+                "accepted_rate": round(accepted / max(1, drafted), 2),
+                "same_tokens": same,
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = new_parser("draft_head", __doc__)
+    parser.add_argument("--draft-model", required=True, help="folder of the EAGLE-3 head")
+    parser.add_argument("--model", default=str(_DEMO_MODEL), help="checkpoint folder with a tokenizer")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--threads", type=int, default=None, help="threads of the forward pass")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16], help="requests at once")
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens of each request")
+    parser.add_argument("--draft", type=int, default=3, help="most tokens of a draft")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+
+    def load(kernels: str | None, head: str | None) -> ModelEngine:
+        return load_engine(
+            EngineConfig(
+                arguments.model,
+                arguments.dtype,
+                device=arguments.device,
+                max_num_sequences=max(arguments.streams),
+                max_tokens_in_paged_kv_cache=max(arguments.streams) * (arguments.tokens + 128),
+                engine_threads=arguments.threads,
+                kernels=kernels,
+                eagle_dir=head,
+            )
+        )
+
+    tokenizer = Tokenizer.from_dir(arguments.model)
+    output = OutputOptions(return_perf_metrics=True, exclude_input_from_output=True)
+    rows = []
+    with wrong_head(arguments.draft_model) as wrong:
+        engines = {
+            "plain": load(None, None),
+            "plain, torch": load("torch", None),
+            "head": load(None, arguments.draft_model),
+            "wrong head": load(None, wrong),
+        }
+        for count in arguments.streams:
+            prompts = [PROMPTS[number % len(PROMPTS)] for number in range(count)]
+            requests = [
+                Request(
+                    number,
+                    tuple(tokenizer.encode(prompt)),
+                    arguments.tokens,
+                    sampling=SamplingConfig(temperature=arguments.temperature, random_seed=number)
+                    if arguments.temperature
+                    else SamplingConfig(),
+                    output=output,
+                )
+                for number, prompt in enumerate(prompts)
+            ]
+            for row in measure(engines, requests, arguments.draft, arguments.rounds):
+                rows.append(row)
+                print(row)
+    print(json.dumps({"bench": "draft_head", "dtype": arguments.dtype, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
