@@ -31,6 +31,7 @@ from inflight.parameter_spec import (
     SPECULATION,
     TEXT,
     TOKEN_IDS,
+    URL,
     WINDOWS,
     KvEventsConfig,
     ParameterKind,
@@ -428,6 +429,11 @@ class EngineConfig:
         for name in ("max_num_sequences", "max_num_tokens", "ranks_on_host"):
             if (value := getattr(self, name)) < 1:
                 raise ConfigError(f"{name} is {value}, expected at least 1")
+        if self.implementation == "transformers" and self.dtype in QUANTIZED:
+            raise ConfigError(
+                f"dtype is {self.dtype}, expected float32, bfloat16 or float16: engine is transformers, which has "
+                "no int8 and fp8 here"
+            )
         if self.has_draft_head and self.implementation not in (None, "torch"):
             raise ConfigError(
                 f"speculative_decoding_mode is mtp, expected none, prompt-lookup or suffix: engine is "
@@ -502,9 +508,8 @@ class Parameters:
     )
     otlp_traces_endpoint: str | None = parameter(
         None,
-        TEXT,
-        "URL to which OpenTelemetry spans of all requests are sent by OTLP over HTTP, such as "
-        "http://localhost:4318/v1/traces; default: none are recorded",
+        URL,
+        "where OpenTelemetry spans of all requests are sent to, by OTLP over HTTP; default: none are recorded",
         behind="kv_events_config",
     )
     cancellation_check_period_ms: int = parameter(
@@ -646,6 +651,14 @@ class Parameters:
     )
     scheduler: SchedulingConfig = field(default_factory=SchedulingConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+
+    def validate_end_ids(self, vocab_size: int) -> None:
+        """Raise ConfigError if default_end_ids has a token id that the vocabulary lacks."""
+        for end_id in self.default_end_ids:
+            if end_id >= vocab_size:
+                raise ConfigError(
+                    f"default_end_ids has {end_id}, expected token ids in [0, {vocab_size - 1}], the vocabulary"
+                )
 
     def validate_saved_blocks(self, has_host_tier: bool = False) -> None:
         """Raise ConfigError if these parameters contradict each other in how KV blocks are saved.
