@@ -88,7 +88,8 @@ _MODELS = ENGINE_ONLY | _FRONT_END
 _PREPROCESSING = frozenset({Role.PREPROCESSING})
 _ALL = frozenset(Role)
 _OUTPUTS = ParameterKind(
-    f"different ones of {OUTPUT_NAMES} with commas between, each with :context after it for prompts too",
+    f"different ones of {OUTPUT_NAMES} with commas between; :context behind a name returns it for the prompt's "
+    "tokens too",
     parse_outputs,
     lambda value: all(isinstance(each, WantedOutput) for each in value) and are_distinct(value),
 )
@@ -367,7 +368,7 @@ class EngineConfig:
     lora_cache_gpu_memory_fraction: float | None = parameter(
         None,
         share(),
-        "fraction of the memory that is free after loading weights, for LoRA adapters, 0: no adapters; "
+        "fraction of the memory that LoRA adapters get, of what is free after loading weights; 0: no adapters; "
         "default: 0.05, or 0 if that is too little for one adapter",
     )
     normalize_log_probs: bool = parameter(
@@ -631,8 +632,8 @@ class Parameters:
     lora_prefetch_dir: str | None = parameter(
         None,
         TEXT,
-        "folder of adapters that are read at the start, and read again when needed if they were dropped: "
-        "each in a folder named by its task id, as two .npy files",
+        "folder of adapters that are read at the start; an adapter that was dropped is read again when a request "
+        "names it. Each has a folder, named by its task id, with two .npy files",
     )
     lora_dir: str | None = parameter(
         None,

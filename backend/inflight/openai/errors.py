@@ -287,8 +287,11 @@ _EXPECTED = {
 
 def _message(error: dict[str, Any]) -> str:
     expected = _EXPECTED.get(error["type"])
-    said = error["msg"].lower() if expected is None else f"expected {expected.format(**error.get('ctx', {}))}"
-    return f"{said}, got {_shown(error)}"
+    if expected is None:
+        return f"{error['msg'].lower()}, got {_shown(error)}"
+    context: dict[str, Any] = error.get("ctx", {})
+    limits = {name: f"{limit:g}" if isinstance(limit, float) else limit for name, limit in context.items()}
+    return f"expected {expected.format(**limits)}, got {_shown(error)}"
 
 
 def _shown(error: dict[str, Any]) -> str:

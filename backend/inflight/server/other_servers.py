@@ -120,8 +120,8 @@ DIFFERENT: Mapping[str, str] = {
     "--extra-llm-api-options": "take a flag or --set KEY=VALUE for each of the file's settings",
     # sampling
     "--seed": "set seed in each request: equal seeds give equal tokens",
-    "--generation-config": "of generation_config.json the end ids are read; defaults of /v1 are OpenAI's, and "
-    "requests can set others",
+    "--generation-config": "only the end ids of generation_config.json are read; defaults of /v1 are OpenAI's, "
+    "and requests can set others",
     "--override-generation-config": "take --default-max-tokens N for max_new_tokens, and set other values in each "
     "request",
     "--max-logprobs": "nothing to set: a request can ask for the 1024 most likely tokens at most",
