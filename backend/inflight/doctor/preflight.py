@@ -75,8 +75,8 @@ def problems(options: ServerOptions, root: Path = Path("/")) -> Iterator[str]:
         yield reason
     reason = (
         _family(options, engine)
-        or _devices(options, parameters, root)
-        or _decoder(parameters)
+        or (None if options.mpirun_arguments else missing_gpu(parameters, root))  # other hosts may have it
+        or lacking_in_decoder(parameters)
         or _memory(options, engine, root)
         or _weights(options, engine)
         or _head(options)
@@ -220,15 +220,15 @@ def _family(options: ServerOptions, engine: EngineConfig | None) -> str | None:
     return refused_by_family(read_config_file(folder), engine.implementation)
 
 
-def _devices(options: ServerOptions, parameters: Parameters | None, root: Path) -> str | None:
-    """Return why the GPUs that gpu_device_ids names cannot be used; None if other hosts may have them."""
-    if parameters is None or not parameters.gpu_device_ids or has_gpu(root) or options.mpirun_arguments:
+def missing_gpu(parameters: Parameters | None, root: Path = Path("/")) -> str | None:
+    """Return why this machine does not have the GPUs that gpu_device_ids names; None if it may have them."""
+    if parameters is None or not parameters.gpu_device_ids or has_gpu(root):
         return None
     return f"gpu_device_ids has {parameters.gpu_device_ids[0]}, but this machine has no NVIDIA GPU"
 
 
-def _decoder(parameters: Parameters | None) -> str | None:
-    """Return what parameters ask of the decoder that it does not have, judged by config.json."""
+def lacking_in_decoder(parameters: Parameters | None) -> str | None:
+    """Return what parameters ask of the decoder that it does not have, judged by config.json; None if nothing."""
     if parameters is None or parameters.engine.gpt_model_path is None:
         return None
     engine, folder = parameters.engine, Path(parameters.engine.gpt_model_path)

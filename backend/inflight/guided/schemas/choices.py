@@ -298,7 +298,10 @@ def _part_values(writer: SchemaWriter, first: _Option, second: _Option, kind: st
 
 
 def _part_arrays(writer: SchemaWriter, first: _Option, second: _Option, kind: str) -> bool:
-    """Separate alternatives of arrays whose items differ: only the empty array is common to both."""
+    """Keep two alternatives of arrays apart if their items have no type in common; return whether they have none.
+
+    Only the empty array would then fit both, so both are limited to arrays with items.
+    """
     items, others = first.facts.items, second.facts.items
     if kind != "array" or not items or not others or writer.overlaps.shared_types(items, others):
         return False
