@@ -75,7 +75,7 @@ def _genai_timeline(record: Mapping[str, Any], requests: Mapping[str, BenchReque
         chunks = [_openai_chunk(output.get("response", "")) for output in outputs]
         ends = [end for _, end in chunks if end is not None]
         if ends != ["length"]:
-            raise ServeError(f"a request that ends by its length alone ended with {ends or 'nothing'}")
+            raise ServeError(f"a request ended with {ends or 'nothing'}, expected its length to end it")
         has_text = [has for has, _ in chunks]
     else:
         prompt = inputs["text_input"]

@@ -305,7 +305,7 @@ def _check_model(rows: list[_PeftRow], config: PeftConfig, model: ModelDescripti
             is_there = module in module_sizes(model.decoder, layer)
             if is_there and (layer, module) not in present and config.is_target(name):
                 raise InvalidArgument(
-                    f"{name}: target_modules of {CONFIG_FILE} has this layer, but the adapter has no tensors for it"
+                    f"{name}: target_modules of {CONFIG_FILE} has this layer, but the adapter has no tensors of it"
                 )
 
 

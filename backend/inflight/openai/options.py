@@ -145,9 +145,9 @@ def _add_model_arguments(add: Callable[..., argparse.Action]) -> None:
         "--convert",
         choices=CONVERSIONS,
         default="auto",
-        help="serve the model for /v1/embeddings (embed), or for /v1/rerank and /v1/score (classify), in place of "
-        "text (default: auto, embed if the checkpoint has a pooling of sentence-transformers; a checkpoint for "
-        "sequence classification is served for /v1/classify)",
+        help="embed: serve the model for /v1/embeddings; classify: for /v1/rerank and /v1/score; none: for text; "
+        "auto: for /v1/classify if it is a checkpoint for sequence classification, for /v1/embeddings if it has a "
+        "pooling of sentence-transformers, otherwise for text (default: auto)",
     )
 
 
