@@ -232,8 +232,8 @@ def _add_rank_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--mode",
         choices=get_args(Mode),
-        help="leader: this command starts the ranks; orchestrator: the model starts them, and again if one is lost; "
-        "in_process: there is one rank (default: in_process for one rank, orchestrator for several)",
+        help="leader: this command starts the ranks; orchestrator: the model starts them, and restarts them if "
+        "one is lost; in_process: there is one rank (default: in_process for one rank, orchestrator for several)",
     )
     add(
         "--mpirun-arguments",

@@ -43,7 +43,7 @@ def write_choices(writer: SchemaWriter, node: Node, words: Mapping[str, Any], pa
         if opposite is None:
             raise refused(
                 inner.path,
-                "not cannot be followed for this schema: describe the allowed values instead",
+                "the opposite of this schema cannot be followed: describe the allowed values instead",
             )
         parts.append(opposite)
     if "if" in words and {"then", "else"} & words.keys():
