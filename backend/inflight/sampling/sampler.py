@@ -376,8 +376,8 @@ class Sampler:
     ) -> Tensor:
         """Return [rows] int64 tokens with the highest logits in the rows `greedy`; undefined in other rows.
 
-        `likeliest` holds for rows that no step has changed, and `masked` for rows whose last change is a mask; only
-        other rows are read again.
+        `likeliest` holds for rows that no step has changed, and `masked` for rows whose last change is a mask.
+        Other rows are read again.
         """
         tokens = likeliest.clone()
         is_known = rows.numbers["needs"] & int(Needs.CHANGES) == 0
