@@ -54,6 +54,33 @@ def test_a_wrong_command_is_answered_with_the_nearest(capsys: pytest.CaptureFixt
     assert "did you mean serve?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("word", "command"), [("run", "serve"), ("chat", "client chat")])
+def test_a_command_of_another_program_is_answered_with_ours(
+    word: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([word]) == 2
+    assert capsys.readouterr().err == f"inflight: there is no command {word}; did you mean {command}?\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--tool-call-parser", "llama3"], "got 'llama3'; did you mean llama3_json?\n"),
+        (["--dtype", "int4"], "got 'int4'; did you mean int8?\n"),
+        (["--log-format", "xml"], "got 'xml'; choose from text, json\n"),
+        (["one", "two"], "unrecognized arguments: two (expected one DIR_OR_HF_ID)\n"),
+    ],
+)
+def test_a_wrong_word_is_answered_with_those_that_may_be_there(
+    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from inflight.server.cli import parse
+
+    with pytest.raises(SystemExit):
+        parse(given)
+    assert said in capsys.readouterr().err
+
+
 def test_a_wrong_option_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     from inflight.server.cli import parse
 

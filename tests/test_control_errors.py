@@ -116,7 +116,7 @@ def bad_field(name: str) -> tuple[Any, str]:
     no_token = f"must be in [0, {LIMITS.vocab_size - 1}], got {NO_TOKEN} at position 0"
     not_finite = "must be finite numbers, or -inf to ban a token, got inf at position 0"
     special: dict[str, tuple[Any, str]] = {
-        "n": (0, "n: input should be greater than or equal to 1, got 0"),
+        "n": (0, "n: expected 1 or more, got 0"),
         "allowed_token_ids": ([NO_TOKEN], f"allowed_token_ids {no_token}"),
         "early_stopping": (-5, 'early_stopping: expected true or false or "never", got -5'),
     }
@@ -128,8 +128,8 @@ def bad_field(name: str) -> tuple[Any, str]:
     if not field.bounds:  # the engine's range
         return 2e10, f"{field.name} must be {CONTROLS[name].range.text}, got 20000000000.0"
     kind, low = next(iter(field.bounds.items()))
-    than = {"ge": "greater than or equal to", "gt": "greater than"}[kind]
-    return -5, f"{field.name}: input should be {than} {low}, got -5"
+    expected = {"ge": f"{low} or more", "gt": f"a number above {low}"}[kind]
+    return -5, f"{field.name}: expected {expected}, got -5"
 
 
 @pytest.mark.parametrize("kind", [CompletionBody, ChatBody])

@@ -199,7 +199,9 @@ def test_urls_are_told_without_their_passwords(tmp_path: Path) -> None:
     caller = Caller(tmp_path, "http://me:s3cret@127.0.0.1:1")
     by_name, by_url = caller.find(("owner/model",), ("https://me:s3cret@huggingface.co/owner/model",))
     assert "from http://127.0.0.1:1 (" in by_name["error"]
-    assert by_url["error"] == "https://huggingface.co/owner/model: not a folder"
+    assert by_url["error"] == (
+        "https://huggingface.co/owner/model: not a folder, and no name on the Hugging Face hub such as owner/model"
+    )
     assert "cret" not in f"{by_name}{by_url}"
 
 
@@ -248,6 +250,21 @@ def test_the_hub_is_not_asked_for_paths_and_folders(caller: Caller, hub: Hub, tm
     assert "no config.json in that folder" in found[5]["error"]
     assert "revision 'v1' is for names of the Hugging Face hub" in found[6]["error"]
     assert not hub.asked
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("https://huggingface.co/Qwen/Qwen3-4B/tree/main", "Qwen/Qwen3-4B"),
+        ("Qwen/Qwen3-4B/", "Qwen/Qwen3-4B"),
+        ("qwen3:0.6b", "Qwen/Qwen3-0.6B"),  # Ollama's form, which names no model of the hub
+    ],
+)
+def test_a_text_like_a_name_of_the_hub_is_answered_with_one(model: str, name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"not a folder, and no name on the Hugging Face hub such as {name}$"
+    ):
+        find_checkpoint(model)
 
 
 def test_a_folder_that_is_no_checkpoint_is_answered_with_what_to_name(tmp_path: Path) -> None:

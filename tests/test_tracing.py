@@ -9,10 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
+from inflight.config import Parameters
 from inflight.core.request.request import Origin
 from inflight.core.request.response import RequestEnding
 from inflight.core.request.stop import FinishReason
 from inflight.errors import ConfigError, InvalidArgument
+from inflight.parameter_spec import declared_rows
 from inflight.tensors.request_parameters import read_request_parameters
 from inflight.tensors.spec import Vocabulary
 from inflight.tracing import EndedRequest, Tracer
@@ -116,7 +118,8 @@ def test_a_trace_context_comes_from_triton_as_a_request_parameter() -> None:
 
 
 def test_a_collector_that_is_no_url_is_refused() -> None:
+    row = declared_rows(Parameters)["otlp_traces_endpoint"]
     with pytest.raises(
-        ConfigError, match="otlp_traces_endpoint is 'localhost:4317', expected a URL such as http"
+        ConfigError, match="otlp_traces_endpoint: got 'localhost:4317', expected a URL such as http"
     ):
-        Tracer("localhost:4317")
+        row.parse("localhost:4317")

@@ -77,6 +77,18 @@ class Parser(argparse.ArgumentParser):
         self._given = sys.argv[1:] if args is None else list(args)
         return super().parse_known_args(self._given, namespace)
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse a value that is none of the choices, with the nearest ones, or with all if none is near."""
+        if action.choices is None or value in action.choices:
+            return
+        near = equally_near(str(value), map(str, action.choices))
+        hint = (
+            f"did you mean {' or '.join(near)}?"
+            if near
+            else f"choose from {', '.join(map(str, action.choices))}"
+        )
+        raise argparse.ArgumentError(action, f"got {str(value)!r}; {hint}")
+
     def error(self, message: str) -> NoReturn:
         """Write the message, with the nearest option, and exit with 2."""
         if message.startswith(_UNRECOGNIZED):
@@ -85,8 +97,11 @@ class Parser(argparse.ArgumentParser):
             known = [flag[2:] for flag in flags if flag.startswith("--")]  # with "--" all would be similar
             near = [equally_near(word[2:], known) for word in unknown if word.startswith("--")]
             found = list(dict.fromkeys(f"--{word}" for words in near for word in words))
+            places = [action.metavar or action.dest for action in self._get_positional_actions()]
             if found:
                 message += f" (did you mean {' or '.join(found)}?)"
+            elif places and not any(word.startswith("-") for word in unknown):
+                message += f" (expected one {' and one '.join(map(str, places))})"
         hint = f"{self.prog} --help lists the options"
         if asks_for_json(self._given):
             self.exit(2, error_line(_SCRIPT.split(self.prog)[-1], f"{message}; {hint}"))

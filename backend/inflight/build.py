@@ -24,7 +24,6 @@ from inflight.engine_parts import (
     with_kv_events,
     with_saved_blocks,
 )
-from inflight.errors import ConfigError
 from inflight.load_model import load_model
 
 if TYPE_CHECKING:
@@ -161,12 +160,7 @@ def _load_checked(
 ) -> LoadedModel:
     """Load the model, and check default_end_ids against its vocabulary. ConfigError is raised on all ranks."""
     model = load(parameters, version_dir, rank_context)
-    vocab_size = model.engine.limits.vocab_size
-    for end_id in parameters.default_end_ids:
-        if end_id >= vocab_size:
-            raise ConfigError(
-                f"default_end_ids has {end_id}, expected token ids in [0, {vocab_size - 1}], the vocabulary"
-            )
+    parameters.validate_end_ids(model.engine.limits.vocab_size)
     if rank_context is not None:
         rank_context.has_loaded()
     return model

@@ -29,6 +29,9 @@ COMMANDS = {
 }
 """Module and purpose of each subcommand."""
 
+_OTHER_WORDS = {"start": "serve", "run": "serve", "chat": "client chat", "generate": "client generate"}
+"""The commands that words of other programs stand for."""
+
 _BUNDLED = Path(__file__).parent / "bundled"
 _WRONG_USAGE = 2
 
@@ -47,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.write(f"inflight {package_version()}\n")
         return 0
     if command not in COMMANDS:
-        near = nearest(command, (*COMMANDS, "--help", "--version"))
+        near = _OTHER_WORDS.get(command) or nearest(command, (*COMMANDS, "--help", "--version"))
         hint = f"did you mean {near}?" if near else "inflight --help lists the commands"
         message = f"there is no command {command}; {hint}"
         sys.stderr.write(error_line("inflight", message) if asks_for_json(rest) else f"inflight: {message}\n")

@@ -31,6 +31,7 @@ from inflight.parameter_spec import (
     SPECULATION,
     TEXT,
     TOKEN_IDS,
+    URL,
     WINDOWS,
     KvEventsConfig,
     ParameterKind,
@@ -87,7 +88,8 @@ _MODELS = ENGINE_ONLY | _FRONT_END
 _PREPROCESSING = frozenset({Role.PREPROCESSING})
 _ALL = frozenset(Role)
 _OUTPUTS = ParameterKind(
-    f"different ones of {OUTPUT_NAMES} with commas between, each with :context after it for prompts too",
+    f"different ones of {OUTPUT_NAMES} with commas between; :context behind a name returns it for the prompt's "
+    "tokens too",
     parse_outputs,
     lambda value: all(isinstance(each, WantedOutput) for each in value) and are_distinct(value),
 )
@@ -370,7 +372,7 @@ class EngineConfig:
     lora_cache_gpu_memory_fraction: float | None = parameter(
         None,
         share(),
-        "fraction of the memory that is free after loading weights, for LoRA adapters, 0: no adapters; "
+        "fraction of the memory that LoRA adapters get, of what is free after loading weights; 0: no adapters; "
         "default: 0.05, or 0 if that is too little for one adapter",
     )
     normalize_log_probs: bool = parameter(
@@ -438,6 +440,11 @@ class EngineConfig:
         for name in ("max_num_sequences", "max_num_tokens", "ranks_on_host"):
             if (value := getattr(self, name)) < 1:
                 raise ConfigError(f"{name} is {value}, expected at least 1")
+        if self.implementation == "transformers" and self.dtype in QUANTIZED:
+            raise ConfigError(
+                f"dtype is {self.dtype}, expected float32, bfloat16 or float16: engine is transformers, which has "
+                "no int8 and fp8 here"
+            )
         if self.drafts and self.implementation not in (None, "torch"):
             method = "mtp" if self.eagle_dir is None else "eagle3"
             raise ConfigError(
@@ -513,9 +520,8 @@ class Parameters:
     )
     otlp_traces_endpoint: str | None = parameter(
         None,
-        TEXT,
-        "URL to which OpenTelemetry spans of all requests are sent by OTLP over HTTP, such as "
-        "http://localhost:4318/v1/traces; default: none are recorded",
+        URL,
+        "where OpenTelemetry spans of all requests are sent to, by OTLP over HTTP; default: none are recorded",
         behind="kv_events_config",
     )
     cancellation_check_period_ms: int = parameter(
@@ -637,8 +643,8 @@ class Parameters:
     lora_prefetch_dir: str | None = parameter(
         None,
         TEXT,
-        "folder of adapters that are read at the start, and read again when needed if they were dropped: "
-        "each in a folder named by its task id, as two .npy files",
+        "folder of adapters that are read at the start; an adapter that was dropped is read again when a request "
+        "names it. Each has a folder, named by its task id, with two .npy files",
     )
     lora_dir: str | None = parameter(
         None,
@@ -657,6 +663,14 @@ class Parameters:
     )
     scheduler: SchedulingConfig = field(default_factory=SchedulingConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+
+    def validate_end_ids(self, vocab_size: int) -> None:
+        """Raise ConfigError if default_end_ids has a token id that the vocabulary lacks."""
+        for end_id in self.default_end_ids:
+            if end_id >= vocab_size:
+                raise ConfigError(
+                    f"default_end_ids has {end_id}, expected token ids in [0, {vocab_size - 1}], the vocabulary"
+                )
 
     def validate_saved_blocks(self, has_host_tier: bool = False) -> None:
         """Raise ConfigError if these parameters contradict each other in how KV blocks are saved.

@@ -22,6 +22,8 @@ from inflight.checkpoint_config import instead_of_gguf
 from inflight.errors import ConfigError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_IN_ADDRESS = re.compile(rf"^(?:https?://[^/]+/)?({_HUB_ID.pattern.replace('(/', '(?:/')})(?:/|/tree/.*)?$")
+"""The name of a model in the address of its page, or before a slash."""
 _WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
 _UNWANTED = ["[!1]*/*.json", "*/*.safetensors", "*/*.txt", "consolidated*"]
 """Weights in other formats and their files; sentence-transformers' 1_Pooling/config.json is wanted."""
@@ -53,10 +55,12 @@ def find_checkpoint(
     folder = Path(model).expanduser()
     is_gguf = folder.suffix.lower() == ".gguf" and not folder.is_dir() and "://" not in model
     if folder.exists() or is_gguf or not _HUB_ID.fullmatch(model):
-        if not folder.is_dir() and not is_gguf:
-            missing = "" if "://" in model else " (there is no such path)"
-            kind = " but a file, expected a checkpoint's folder" if folder.exists() else missing
-            raise ConfigError(f"{without_credentials(model)}: not a folder{kind}{instead_of_gguf(folder)}")
+        if folder.exists() and not folder.is_dir() and not is_gguf:
+            raise ConfigError(
+                f"{model}: not a folder but a file, expected a checkpoint's folder{instead_of_gguf(folder)}"
+            )
+        if not folder.exists() and not is_gguf:
+            raise ConfigError(f"{without_credentials(model)}: not a folder{_or_name(model)}")
         if revision is not None:
             raise ConfigError(
                 f"revision {revision!r} is for names of the Hugging Face hub, but {model} is a "
@@ -73,6 +77,14 @@ def find_checkpoint(
             f"{model}: no config.json in that folder, so not a Hugging Face checkpoint{_instead_of(folder)}"
         )
     return folder
+
+
+def _or_name(model: str) -> str:
+    """Return the end of the error for a text that is neither a folder nor a name on the hub."""
+    if model.startswith(("/", ".", "~")):
+        return " (there is no such path)"
+    [name] = _IN_ADDRESS.findall(model) or ["Qwen/Qwen3-0.6B"]
+    return f", and no name on the Hugging Face hub such as {name}"
 
 
 def _instead_of(folder: Path) -> str:

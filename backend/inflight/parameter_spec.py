@@ -238,6 +238,11 @@ KV_EVENTS = ParameterKind(
     lambda value: True,
 )
 TEXT = ParameterKind("text", str, lambda value: True)
+URL = ParameterKind(
+    "a URL such as http://localhost:4318/v1/traces",
+    str,
+    lambda value: value.startswith(("http://", "https://")),
+)
 TOKEN_IDS = _integers("token ids >= 0 with commas between", 0)
 WINDOWS = _integers("integers >= 1 with commas between", 1)
 DEVICES = _integers("numbers >= 0 with commas between", 0)

@@ -1,7 +1,7 @@
 """Display the progress of a long step at the start, such as reading weights or compiling layers.
 
 The code that does the step reports numbers, which this module displays: as a bar on a terminal, otherwise as
-a log line every few seconds. A server's engine writes lines to its log, and `ProgressEcho` in
+log lines. A server's engine writes lines to its log, and `ProgressEcho` in
 `scripts/serve` converts them to a bar. A display that fails is switched off, and the step continues. Each
 step is reported by one thread; `ProgressEcho` accepts lines from any thread.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import sys
 import threading
@@ -21,7 +22,15 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 _PATIENCE_S = 1.0  # a shorter step is not displayed
-_MIN_PAUSE_S, _MAX_PAUSE_S = 1.0, 5.0  # limits of the pause between log lines
+BAR_VARIABLE = "INFLIGHT_PROGRESS_BAR"
+"""The environment variable that is 1 if log lines are shown as a bar; `scripts/serve` sets it on a terminal."""
+
+_MIN_PAUSE_S = 1.0
+_MAX_BAR_PAUSE_S, _MAX_LOG_PAUSE_S = (
+    5.0,
+    120.0,
+)  # a server without log lines for five minutes counts as stalled
+_COMPILING_PAUSE_S = 5.0
 _GB = 1e9
 _WEIGHTS = re.compile(
     r"(?P<who>rank \d+: )?(?:INFO )?(?P<title>Loading .+?): (?P<done>[\d.]+) (?P<kind>of|GB in) (?P<total>[\d.]+)"
@@ -32,16 +41,21 @@ _log = logging.getLogger(__name__)
 
 
 def pause_s(elapsed_s: float) -> float:
-    """Return the seconds until the next log line of a step that has taken `elapsed_s` seconds so far."""
-    return min(max(elapsed_s / 10, _MIN_PAUSE_S), _MAX_PAUSE_S)
+    """Return the seconds until the next log line of a step that has taken `elapsed_s` seconds so far.
+
+    A bar needs lines every few seconds. In a log the pauses double, so that a long step has few lines.
+    """
+    if os.environ.get(BAR_VARIABLE) == "1":
+        return min(max(elapsed_s / 10, _MIN_PAUSE_S), _MAX_BAR_PAUSE_S)
+    return min(max(elapsed_s, _MIN_PAUSE_S), _MAX_LOG_PAUSE_S)
 
 
 @contextlib.contextmanager
 def load_progress(title: str, total_bytes: int) -> Generator[Callable[[int], None], None, None]:
     """Display the progress of loading `total_bytes`; yield a function that adds a number of loaded bytes.
 
-    Nothing is displayed in the first second. Then a bar is shown if stderr is a terminal; otherwise a line
-    is logged every few seconds, and when the load is done.
+    Nothing is displayed in the first second. Then a bar is shown if stderr is a terminal; otherwise lines are
+    logged with the pauses of `pause_s`, and when the load is done.
     """
     report = _LoadReport(title, total_bytes)
     try:
@@ -89,7 +103,7 @@ def compile_progress(what: str) -> Generator[Callable[[], None], None, None]:
         what: The kind of layers that are compiled, such as "bfloat16".
     """
     begun_s = time.monotonic()
-    next_s = begun_s + _MAX_PAUSE_S
+    next_s = begun_s + _COMPILING_PAUSE_S
     title = f"compiling the decoder's layers ({what})"
     bar = Bar(sys.stderr) if sys.stderr.isatty() else None
     _log.info("%s, once on this machine", title)
@@ -101,7 +115,7 @@ def compile_progress(what: str) -> Generator[Callable[[], None], None, None]:
             bar.show(title, 0, None)
         elif now >= next_s:
             _log.info("%s, once on this machine: %.0f s so far", title, now - begun_s)
-            next_s = now + _MAX_PAUSE_S
+            next_s = now + max(pause_s(now - begun_s), _COMPILING_PAUSE_S)
 
     try:
         yield tick

@@ -13,8 +13,6 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from inflight.errors import ConfigError
-
 if TYPE_CHECKING:
     from opentelemetry.util.types import AttributeValue
 
@@ -52,9 +50,6 @@ class Tracer:
 
     Args:
         endpoint: URL of the collector, such as http://localhost:4318/v1/traces.
-
-    Raises:
-        ConfigError: `endpoint` is not a URL.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -63,10 +58,6 @@ class Tracer:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        if not endpoint.startswith(("http://", "https://")):
-            raise ConfigError(
-                f"otlp_traces_endpoint is {endpoint!r}, expected a URL such as http://localhost:4318/v1/traces"
-            )
         name = os.environ.get("OTEL_SERVICE_NAME", "inflight")
         resource = Resource.create({SERVICE_NAME: name})  # and the attributes in OTEL_RESOURCE_ATTRIBUTES
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)

@@ -62,7 +62,7 @@ def read_genai_perf(text: str, requests: Mapping[str, BenchRequest]) -> list[Tim
     try:
         experiments = json.loads(text, strict=False)["experiments"]
     except json.JSONDecodeError as error:
-        raise ServeError(f"what perf_analyzer exported is no JSON: {text[-100:]!r} is its end") from error
+        raise ServeError(f"perf_analyzer's export is no JSON; it ends with {text[-100:]!r}") from error
     return [
         _genai_timeline(record, requests) for experiment in experiments for record in experiment["requests"]
     ]
@@ -75,7 +75,7 @@ def _genai_timeline(record: Mapping[str, Any], requests: Mapping[str, BenchReque
         chunks = [_openai_chunk(output.get("response", "")) for output in outputs]
         ends = [end for _, end in chunks if end is not None]
         if ends != ["length"]:
-            raise ServeError(f"a request that ends by its length alone ended with {ends or 'nothing'}")
+            raise ServeError(f"a request ended with {ends or 'nothing'}, expected its length to end it")
         has_text = [has for has, _ in chunks]
     else:
         prompt = inputs["text_input"]

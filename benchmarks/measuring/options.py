@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.measuring.workload import BenchRequest, WorkloadName
+from inflight.arguments import program_name
 from inflight.processors import Processors
 
 _DEFAULT_REQUESTS: Mapping[WorkloadName, int] = {"w": 64, "lone": 4}
@@ -72,7 +73,7 @@ def new_parser(name: str, docstring: str | None, allow_abbrev: bool = True) -> a
     """Make the parser of `scripts/bench NAME`, described by the first line of the program's docstring."""
     description = (docstring or "").partition("\n")[0]
     return argparse.ArgumentParser(
-        prog=f"scripts/bench {name}", description=description, allow_abbrev=allow_abbrev
+        prog=f"{program_name('scripts/bench')} {name}", description=description, allow_abbrev=allow_abbrev
     )
 
 

@@ -72,7 +72,9 @@ def export(arguments: Sequence[str], timeout: float | None = None) -> list[dict[
         # character.
         with contextlib.suppress(json.JSONDecodeError):
             return json.loads(text, strict=False)["experiments"]
-    raise ServeError(f"what perf_analyzer exported is no JSON, {_ATTEMPTS} times: {text[-100:]!r} is its end")
+    raise ServeError(
+        f"perf_analyzer's export was no JSON {_ATTEMPTS} times; the last ends with {text[-100:]!r}"
+    )
 
 
 def _export(arguments: Sequence[str], timeout: float | None) -> str:

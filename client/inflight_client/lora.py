@@ -120,8 +120,8 @@ def _by_layer(
         match = _KEY.fullmatch(key)
         if match is None or match["module"] not in MODULE_IDS:
             raise ValueError(
-                f"target_modules: the adapter has a tensor {key!r}, and a row of lora_weights changes one of the "
-                f"layers {', '.join(MODULE_IDS)} by lora_A and lora_B, and nothing else"
+                f"target_modules: the adapter has a tensor {key!r}, expected only lora_A and lora_B of the "
+                f"layers {', '.join(MODULE_IDS)}, which rows of lora_weights can express"
             )
         place = int(match["layer"]), MODULE_IDS[match["module"]]
         layers.setdefault(place, (match["name"], {}))[1][match["role"]] = tensor

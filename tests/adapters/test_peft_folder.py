@@ -272,7 +272,7 @@ def without(part: str) -> Any:
 
 TENSORS: dict[str, tuple[Any, str]] = {
     "no B": (without("layers.0.self_attn.q_proj.lora_B"), f"no tensor base_model.model.{Q}.lora_B.weight"),
-    "a layer is missing": (without("layers.2.mlp"), "model.layers.2.mlp.up_proj: by target_modules"),
+    "a layer is missing": (without("layers.2.mlp"), "model.layers.2.mlp.up_proj: target_modules"),
     "nothing": (without(""), "no tensors"),
     "embedding": (lambda t: {**t, "base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(8, 4)},
         "target_modules: the adapter has a tensor 'base_model.model.model.embed_tokens.lora_embedding_A'"),

@@ -282,11 +282,11 @@ def test_invalid_words_are_not_sent(server, client, words, message: str) -> None
         ({"logits_post_processor_name": 5}, "logits_post_processor_name must be a text, got 5"),
         ({"return_log_probs": "no"}, "return_log_probs must be True or False, got 'no'"),
         ({"return_log_probs": 2}, "return_log_probs must be True or False, got 2"),
-        ({"logit_bias": [5, 1.0]}, "logit_bias must be token ids with what is added to their logits"),
+        ({"logit_bias": [5, 1.0]}, "logit_bias must be a dict by token id of what is added to the logits"),
         ({"logit_bias": {"yes": 1.0}}, "logit_bias_ids must be an integer, got 'yes'"),
         ({"logit_bias": {2**31: 1.0}}, "logit_bias_ids must be in"),
         ({"allowed_token_ids": 5}, "allowed_token_ids must be"),
-        ({"embedding_bias": {5: 1.0}}, "embedding_bias must be texts with their weights"),
+        ({"embedding_bias": {5: 1.0}}, "embedding_bias must be a dict of weights by text"),
         ({"embedding_bias": {"yes": "much"}}, "embedding_bias_weights must be made of numbers"),
         (
             {"retention_token_ranges": [(0, 2)]},

@@ -241,6 +241,18 @@ def test_settings_that_a_start_refuses_are_reported(settings: dict[str, str], sa
     assert found.level is RED and says in found.says and "docs/settings.md" in found.mend
 
 
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"tokenizer_dir": "/nowhere"}, "--set tokenizer_dir=/nowhere: there is no such folder"),
+        ({"default_end_ids": "99999"}, "default_end_ids has 99999"),
+    ],
+)
+def test_settings_that_name_what_is_not_there_are_reported(settings: dict[str, str], says: str):
+    found = check(DEMO, **settings)["settings"]
+    assert found.level is RED and says in found.says and "docs/settings.md" in found.mend
+
+
 def test_a_folder_whose_name_is_not_utf8_is_reported(tmp_path: Path):
     folder = tmp_path / os.fsdecode("Modèle".encode("latin-1"))
     shutil.copytree(DEMO, folder)

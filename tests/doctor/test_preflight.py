@@ -121,6 +121,49 @@ def test_a_folder_without_an_adapter(tmp_path: Path) -> None:
     assert "no LoRA adapter in that folder" in problem(DEMO_MODEL, adapters=(("sql", tmp_path),))
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("tokenizer_dir", "{missing}", "there is no such folder"),
+        ("lora_dir", "{file}", "a file, expected a folder"),
+        ("receipt_key_file", "{missing}", "there is no such file"),
+        ("logits_post_processor_module", "{missing}/rules.py", "there is no such file"),
+        ("record_path", "{missing}/trace", "its folder {missing} does not exist"),
+    ],
+)
+def test_files_and_folders_that_settings_name(key: str, value: str, said: str, tmp_path: Path) -> None:
+    places = {"missing": str(tmp_path / "missing"), "file": str(tmp_path / "file")}
+    (tmp_path / "file").touch()
+    value, said = value.format(**places), said.format(**places)
+    assert problem(DEMO_MODEL, settings={key: value}) == f"--set {key}={value}: {said}"
+
+
+def test_adapters_whose_files_are_damaged(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "IA3"}')
+    (tmp_path / "adapter_model.safetensors").touch()
+    found = problem(DEMO_MODEL, adapters=(("sql", tmp_path),))
+    assert found == f"--lora sql={tmp_path}: adapter_config.json: peft_type is 'IA3', expected 'LORA'"
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    assert "is no safetensors file: download it again" in problem(DEMO_MODEL, adapters=(("sql", tmp_path),))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"default_end_ids": "99999"}, "default_end_ids has 99999, expected token ids in [0, 3071]"),
+        ({"speculative_decoding_mode": "mtp:2"}, "expected a family with a draft head"),
+        ({"engine": "transformers", "dtype": "fp8"}, "dtype is fp8, expected float32, bfloat16 or float16"),
+        ({"gpu_device_ids": "0"}, "gpu_device_ids has 0, but this machine has no NVIDIA GPU"),
+    ],
+)
+def test_settings_that_the_model_or_the_machine_lacks(
+    settings: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    options = ServerOptions(wanted=Wanted(DEMO_MODEL, settings=settings))
+    (found,) = preflight.problems(options, tmp_path)
+    assert said in found
+
+
 def test_an_invalid_setting() -> None:
     found = problem(DEMO_MODEL, settings={"max_num_tokens": "x"})
     assert found.startswith("--set max_num_tokens (or --max-num-batched-tokens or --max-num-tokens): got 'x'")

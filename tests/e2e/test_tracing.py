@@ -42,5 +42,5 @@ def test_requests_of_triton_are_traced_below_their_clients(elsewhere: Path) -> N
 
 
 def test_a_collector_that_is_no_url_stops_the_start(elsewhere: Path) -> None:
-    with pytest.raises(Exception, match="otlp_traces_endpoint is 'localhost:4317', expected a URL"):
+    with pytest.raises(Exception, match="otlp_traces_endpoint: got 'localhost:4317', expected a URL"):
         serve_fake(settings={"otlp_traces_endpoint": "localhost:4317"}).__enter__()

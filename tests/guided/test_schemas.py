@@ -360,7 +360,7 @@ def test_a_property_cannot_come_twice_even_escaped(backend: GuideBackend) -> Non
             "contains beside .* or for more than 20 items",
         ),
         ({"contains": {"pattern": "a"}, "maxContains": 1}, "at #/contains: maxContains cannot be followed"),
-        ({"not": {"pattern": "a"}}, "at #/not: not cannot be followed"),
+        ({"not": {"pattern": "a"}}, "at #/not: the opposite of this schema cannot be followed"),
         ({"if": {"multipleOf": 3}, "then": False}, "at #/if: if cannot be followed"),
         ({"$ref": "other.json"}, r'\$ref "other.json" points to nothing in this schema'),
         ({"$ref": "#/$defs/a"}, "there is no"),
@@ -383,7 +383,7 @@ def test_a_property_cannot_come_twice_even_escaped(backend: GuideBackend) -> Non
         ({"not": {"enum": ["x" * size for size in range(300)]}}, "is nested too deeply"),
         (
             {"not": {"$ref": "#/$defs/a"}, "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}] * 9}}},
-            "at #/not: not cannot be followed",
+            "at #/not: the opposite of this schema cannot be followed",
         ),
         (
             {

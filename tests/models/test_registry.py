@@ -413,7 +413,7 @@ def test_dtype_and_torch_dtype_state_the_dtype_and_auto_states_none(
             _as("MiniMaxM2ForCausalLM", model_type="minimax_m2", num_local_experts=8, attn_type_list=[]),
             "key 'attn_type_list' is [], expected 1, softmax attention, for every layer",
         ),
-        ({**GPT2, "hidden_size": 64}, "key 'hidden_size' is 64, expected 32, as n_embd says"),
+        ({**GPT2, "hidden_size": 64}, "key 'hidden_size' is 64, expected 32 like n_embd"),
         ({**GPT2, "n_embd": 33}, "hidden size 33 is not a multiple of 4 heads"),
     ],
 )

@@ -211,6 +211,7 @@ def test_unserved_routes_are_refused(fake_url: str, method: str, route: str, sta
         ("POST", "/chat/completions", "did you mean /v1/chat/completions?"),
         ("POST", "/v1/completion", "did you mean /v1/completions?"),
         ("GET", "/v1/completions", "send POST"),
+        ("GET", "/v1", "this is the base URL for clients; GET /v1/models lists the models"),
         ("POST", "/v2/models/ensemble/generate", "Triton's protocol is served at another port"),
     ],
 )
@@ -226,9 +227,13 @@ def test_a_wrong_route_is_answered_with_the_nearest(
     [
         ("/v1/completions", "messages", "/v1/chat/completions takes messages"),
         ("/v1/chat/completions", "prompt", "/v1/completions takes a prompt"),
+        ("/v1/responses", "max_tokens", "did you mean max_output_tokens?"),
+        ("/v1/completions", "max_new_tokens", "did you mean max_tokens?"),
+        ("/v1/chat/completions", "stop_sequences", "did you mean stop?"),
+        ("/tokenize", "text", "did you mean prompt?"),
     ],
 )
-def test_a_field_of_the_other_route_is_answered_with_that_route(
+def test_a_field_of_another_route_or_server_is_answered_with_what_to_send(
     fake_url: str, route: str, field: str, hint: str
 ) -> None:
     error = httpx.post(fake_url + route, json={field: []}).json()["error"]

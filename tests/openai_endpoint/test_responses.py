@@ -521,7 +521,7 @@ PART = {"role": "user", "content": "x"}
         ({"reasoning": {"summary": "long"}}, "reasoning", "invalid_value", "reasoning.summary"),
         ({"include": ["file_search_call.results"]}, "include", "unsupported_parameter", "file_search_call"),
         ({"top_logprobs": 2}, "top_logprobs", "invalid_value", "message.output_text.logprobs in include"),
-        ({"max_output_tokens": 0}, "max_output_tokens", "invalid_value", "greater than or equal to 1"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "invalid_value", "expected 1 or more"),
         (
             {"max_output_tokens": 9999},
             "max_output_tokens",

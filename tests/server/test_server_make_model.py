@@ -20,6 +20,15 @@ from inflight.testing.synthetic_tokenizer import make_tokenizer
 TEXT = "Hello world, 42 émigrés in 日本\n\tand elsewhere."
 
 
+def test_a_file_in_the_place_of_the_folder_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        main(["--out", str(tmp_path / "file")])
+    assert f"--out {tmp_path}/file: expected a folder, got a file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_transformers_loads_exactly_the_written_tensors(family: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")

@@ -242,8 +242,10 @@ def test_max_queue_size_sets_no_dynamic_batcher_of_triton(tmp_path: Path) -> Non
 def test_an_unknown_key_is_refused_with_similar_keys() -> None:
     with pytest.raises(OptionError, match=r"'polcy'.*did you mean policy\?"):
         filled(Wanted(settings={"polcy": "b"}))
-    with pytest.raises(OptionError, match=r"'xyzzy'.*there are dtype, gpt_model_path"):
+    with pytest.raises(OptionError, match=r"'xyzzy'.*; docs/settings.md lists the parameters$"):
         filled(Wanted(settings={"xyzzy": "b"}))
+    with pytest.raises(OptionError, match=r"it is a field of requests: set temperature in each request$"):
+        filled(Wanted(settings={"temperature": "0.5"}))
 
 
 def test_a_folder_without_models_is_refused(tmp_path: Path) -> None:

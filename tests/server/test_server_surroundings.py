@@ -64,6 +64,16 @@ def test_a_host_that_cannot_be_resolved_is_refused() -> None:
         resolve_host("no such host")
 
 
+@pytest.mark.parametrize("host", ["http://0.0.0.0", "0.0.0.0:9000", "localhost:8000/v1"])
+def test_a_host_is_given_without_scheme_and_port(host: str) -> None:
+    with pytest.raises(
+        OptionError, match=f"--host {host}: expected an address or a name alone, such as 0.0.0.0"
+    ):
+        resolve_host(host)
+    with pytest.raises(OptionError, match="tritonserver listens on IPv4 alone"):
+        resolve_host("::1")
+
+
 def test_removing_the_folder_removes_its_shared_memory() -> None:
     folder = runtime_directory.make()
     prefix = runtime_directory.shared_memory_prefix(folder)

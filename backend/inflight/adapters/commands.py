@@ -76,7 +76,7 @@ class AdapterCommands:
                 raise
 
     def _load_as(self, name: str, path: str, replaces: bool) -> Future[AdapterInfo]:
-        """Load a folder under a name; if the folder cannot be read, undo what this did to the name."""
+        """Load a folder under a name. If the folder cannot be read, the name keeps the folder that it had."""
         folder, known = self._folders.find(LoraRequest(path=path)), self._folders.named().get(name)
         if known not in (None, folder) and not (replaces and name in self._given):
             raise InvalidArgument(f"adapter {name} already has a folder other than {path!r}")

@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--model",
         type=Path,
         metavar="CHECKPOINT",
-        help="the model that the adapter is for: DoRA needs its weights; shapes are checked too",
+        help="checkpoint of the adapter's model, with which shapes are checked; DoRA needs its weights",
     )
     parser.add_argument(
         "--storage-type",

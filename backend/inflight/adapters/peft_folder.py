@@ -219,8 +219,8 @@ def _rows(tensors: Mapping[str, Tensor], model: ModelDescription | None) -> list
         place = _place(name, families, model)
         if role is None or place is None:
             raise InvalidArgument(
-                f"target_modules: the adapter has a tensor {key!r}, and a row of lora_weights changes one of the "
-                f"layers {', '.join(sorted(_known(families)))} by lora_A and lora_B, and nothing else"
+                f"target_modules: the adapter has a tensor {key!r}, expected only lora_A and lora_B of the "
+                f"layers {', '.join(sorted(_known(families)))}, which rows of lora_weights can express"
             )
         if tensor.dtype not in _DTYPES:
             raise InvalidArgument(
@@ -305,8 +305,7 @@ def _check_model(rows: list[_PeftRow], config: PeftConfig, model: ModelDescripti
             is_there = module in module_sizes(model.decoder, layer)
             if is_there and (layer, module) not in present and config.is_target(name):
                 raise InvalidArgument(
-                    f"{name}: by target_modules of {CONFIG_FILE} the adapter changes this layer, and has no "
-                    "tensors of it"
+                    f"{name}: target_modules of {CONFIG_FILE} has this layer, but the adapter has no tensors of it"
                 )
 
 

@@ -58,14 +58,19 @@ def _checks(given: argparse.Namespace) -> list[tuple[str, Callable[[], Iterable[
     if has_gpu:
         of_cache = dict(given.set).get("kv_cache_dtype", "auto")
         checks.append(("attention", partial(programs.check_attention, model, given.dtype, of_cache)))
-    if given.model:
+    if given.model or given.set:
+        examined = given.model or str(_demo_model())
         checks.append(
-            (
-                "checkpoint",
-                partial(check_checkpoint, given.model, given.revision, given.dtype, dict(given.set)),
-            )
+            ("checkpoint", partial(check_checkpoint, examined, given.revision, given.dtype, dict(given.set)))
         )
     return checks
+
+
+def _demo_model() -> Path:
+    """Return the model that is served if --model names none."""
+    from inflight.server.repository import default_repository
+
+    return default_repository() / "tensorrt_llm" / "1" / "demo_model"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -41,6 +41,8 @@ def check_checkpoint(
         dtype: As for `scripts/serve --dtype`.
         settings: As for `scripts/serve --set`.
     """
+    from inflight.doctor.named_paths import unusable_paths
+    from inflight.doctor.preflight import lacking_in_decoder, missing_gpu
     from inflight.errors import ConfigError
     from inflight.hub import find_checkpoint
     from inflight.server.checkpoint import check_spelling
@@ -61,6 +63,10 @@ def check_checkpoint(
     except (OptionError, ConfigError) as error:
         mend = "scripts/serve --help; docs/settings.md lists the parameters"
         yield red("checkpoint", str(error), mend)
+        return
+    faults = [*unusable_paths(settings), missing_gpu(parameters), lacking_in_decoder(parameters)]
+    if wrong := [fault for fault in faults if fault is not None]:
+        yield from (red("settings", fault, "docs/settings.md describes the parameters") for fault in wrong)
         return
     if is_engine_folder(folder):
         yield from _check_plans(folder, parameters.engine)

@@ -20,24 +20,23 @@ from inflight.doctor.disks import MIN_TEMPORARY_BYTES
 from inflight.doctor.family import refused_by_family, runs_by_transformers
 from inflight.doctor.finding import CONVERT, Level
 from inflight.doctor.machine import check_shared_memory, has_gpu
+from inflight.doctor.named_paths import unusable_adapter, unusable_paths
+from inflight.doctor.weight_files import lfs_pointer, unreadable_weights
 from inflight.engine.memory import available_cpu_memory
 from inflight.engine.sequence_length import longest_sequence
 from inflight.engine_folder import is_engine_folder
 from inflight.errors import ConfigError
 from inflight.gguf.folder import is_gguf
 from inflight.models.eagle_head import with_eagle_head
-from inflight.models.registry import bare_decoder, describe
+from inflight.models.registry import bare_decoder, check_draft_head, describe
 from inflight.pooling import Task, classifies, find_task
-from inflight.safetensors_header import tensor_ranges
 from inflight.server.launch import ServerOptions, lay_out
 from inflight.server.other_servers import flags_that_set
 from inflight.server.repository import read_engine_parameters
 
 _ENGINE = "tensorrt_llm"
 _CHECKED = ("*.safetensors", "tokenizer.json", "config.json")
-_POINTER = b"version https://git-lfs.github.com/spec/"
 _NO_TEXT = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
-_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _GIB = 2**30
 
@@ -55,8 +54,9 @@ def problems(options: ServerOptions, root: Path = Path("/")) -> Iterator[str]:
     if reason := _temporary_folder() or _shared_memory(options):
         yield reason
         return
-    for name, folder in wanted.adapters:
-        yield from _adapter(name, folder)
+    yield from filter(None, (unusable_adapter(name, folder) for name, folder in wanted.adapters))
+    if options.write_repository is None:  # otherwise they may be those of another machine
+        yield from unusable_paths(wanted.settings)
     for folder in dict.fromkeys(folder for folder in (wanted.model, wanted.engine_dir) if folder is not None):
         if is_engine_folder(folder) and not has_gpu(root):
             yield (
@@ -76,7 +76,8 @@ def problems(options: ServerOptions, root: Path = Path("/")) -> Iterator[str]:
         yield reason
     reason = (
         _family(options, engine)
-        or _length(engine)
+        or (None if options.mpirun_arguments else missing_gpu(parameters, root))  # other hosts may have it
+        or lacking_in_decoder(parameters)
         or _memory(options, engine, root)
         or _weights(options, engine)
         or _head(options)
@@ -139,22 +140,9 @@ def _shared_memory(options: ServerOptions) -> str | None:
     return None
 
 
-def _adapter(name: str, folder: Path) -> Iterator[str]:
-    if not folder.is_dir():
-        return  # laying out the models reports it
-    has_weights = any((folder / weights).is_file() for weights in _ADAPTER_WEIGHTS)
-    if not (folder / "adapter_config.json").is_file() or not has_weights:
-        yield (
-            f"--lora {name}={folder}: no LoRA adapter in that folder, expected adapter_config.json and "
-            f"{' or '.join(_ADAPTER_WEIGHTS)}, as PEFT's save_pretrained writes them"
-        )
-    elif pointer := _pointer(folder, _ADAPTER_WEIGHTS):
-        yield pointer
-
-
 def _checkpoint(folder: Path, convert: str | None) -> Iterator[str]:
     """Yield what keeps a checkpoint from being served; `convert` is None if only its config.json is there."""
-    if pointer := _pointer(folder, _CHECKED):
+    if pointer := lfs_pointer(folder, _CHECKED):
         yield pointer
         return
     if not (folder / "config.json").is_file():
@@ -196,19 +184,6 @@ def _computes_no_text(architecture: str) -> bool:
     return is_bare or architecture.endswith(_NO_TEXT)
 
 
-def _pointer(folder: Path, patterns: tuple[str, ...]) -> str | None:
-    """Return what to do if a file is a pointer of Git LFS, which stands for a file that was not downloaded."""
-    for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
-        try:
-            with path.open("rb") as file:
-                is_pointer = file.read(len(_POINTER)) == _POINTER
-        except OSError:
-            continue  # loading the model reports it
-        if is_pointer:
-            return f"{path} is a pointer of Git LFS instead of the file: run `git lfs pull` in {folder}"
-    return None
-
-
 def _parameters(options: ServerOptions) -> Parameters | None:
     """Return the engine's parameters, None without an engine; raise ConfigError if they are not valid."""
     with tempfile.TemporaryDirectory(prefix="inflight-preflight-") as target:
@@ -247,19 +222,30 @@ def _family(options: ServerOptions, engine: EngineConfig | None) -> str | None:
     return refused_by_family(read_config_file(folder), engine.implementation)
 
 
-def _length(engine: EngineConfig | None) -> str | None:
-    """Return why sequences cannot be as long as max_sequence_length."""
-    if engine is None or engine.max_sequence_length is None or engine.gpt_model_path is None:
+def missing_gpu(parameters: Parameters | None, root: Path = Path("/")) -> str | None:
+    """Return why this machine does not have the GPUs that gpu_device_ids names; None if it may have them."""
+    if parameters is None or not parameters.gpu_device_ids or has_gpu(root):
         return None
-    folder = Path(engine.gpt_model_path)
+    return f"gpu_device_ids has {parameters.gpu_device_ids[0]}, but this machine has no NVIDIA GPU"
+
+
+def lacking_in_decoder(parameters: Parameters | None) -> str | None:
+    """Return what parameters ask of the decoder that it does not have, judged by config.json; None if nothing."""
+    if parameters is None or parameters.engine.gpt_model_path is None:
+        return None
+    engine, folder = parameters.engine, Path(parameters.engine.gpt_model_path)
     if engine.implementation in ("transformers", "tensorrt") or not (folder / "config.json").is_file():
         return None
     try:
-        decoder = describe(read_config_file(folder)).decoder
+        model = describe(read_config_file(folder))
     except ConfigError:  # a model for transformers' own code, or loading it reports the error
         return None
     try:
-        longest_sequence(engine, decoder)
+        if engine.has_draft_head:
+            check_draft_head(model)
+        if engine.max_sequence_length is not None:
+            longest_sequence(engine, model.decoder)
+        parameters.validate_end_ids(model.decoder.vocab_size)
     except ConfigError as error:
         return str(error)
     return None
@@ -338,20 +324,9 @@ def _weights(options: ServerOptions, engine: EngineConfig | None) -> str | None:
                 f"{folder} has no {name}, only {', '.join(others[:3])}, and weights are read from safetensors "
                 f"files: {CONVERT}"
             )
-        expected, size = _bytes_by_header(path), path.stat().st_size
-        if expected is None or expected > size:
-            what = (
-                "no safetensors file" if expected is None else f"cut off: it has {size} of {expected} bytes"
-            )
-            return f"{path} is {what}: download it again"
+        if damage := unreadable_weights(path):
+            return damage
     return None
-
-
-def _bytes_by_header(path: Path) -> int | None:
-    """Return the size of a safetensors file according to its header; None if it has no such header."""
-    with path.open("rb") as file:
-        ranges = tensor_ranges(file.fileno())
-    return None if ranges is None else max((end for _, end in ranges), default=0)
 
 
 def _weight_files(folder: Path) -> set[str]:

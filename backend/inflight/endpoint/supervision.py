@@ -77,7 +77,7 @@ class Supervision:
 
     @property
     def awaited_job(self) -> str:
-        """The engine's job if the engine now waits for a process to take it over, otherwise ""."""
+        """The job that the engine waits for another process to take over; "" if it waits for none."""
         with self._changed:
             is_awaited = self._num_supervisors_awaited == 1 and self._supervisors
             return self._job if is_awaited and self._notice_s is None else ""

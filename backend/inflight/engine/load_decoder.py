@@ -41,7 +41,12 @@ from inflight.models.eagle_weights import eagle_bytes
 from inflight.models.levels import MatrixKind
 from inflight.models.loader import load_weights_into, num_weight_bytes, quantized_kinds, stored_dtype
 from inflight.models.recurrent import Mamba2
-from inflight.models.registry import ModelDescription, UnknownFamily, read_model_description
+from inflight.models.registry import (
+    ModelDescription,
+    UnknownFamily,
+    check_draft_head,
+    read_model_description,
+)
 from inflight.models.sharding import WHOLE, Part, Shard
 from inflight.models.sink import KeptLevels
 
@@ -96,11 +101,7 @@ def with_wanted_head(config: EngineConfig, model: ModelDescription) -> ModelDesc
 
 def with_draft_head(model: ModelDescription) -> ModelDescription:
     """Return the description with the draft head; raise ConfigError if the family has none."""
-    if model.names.draft_head is None:
-        raise ConfigError(
-            f"speculative_decoding_mode is mtp, expected a family with a draft head (tensors mtp.* or those of a "
-            f"layer after the last one), got {model.folder}"
-        )
+    check_draft_head(model)
     return replace(model, decoder=replace(model.decoder, has_draft_head=True))
 
 

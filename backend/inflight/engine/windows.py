@@ -20,15 +20,14 @@ class AttentionWindow:
     """A window: a token at position p sees positions p - `recent` + 1 to p, and positions below `sinks`.
 
     With `is_chunk`, sequences are divided into chunks of `recent` tokens, and a token sees no other chunk. With
-    `is_bidirectional`, a token of a picture also sees the later tokens of the picture. No other token sees
-    positions below `begin`.
+    `is_bidirectional`, a token of a picture also sees the later tokens of the picture.
 
     Attributes:
         recent: Number of recent tokens, at least 1.
         sinks: Number of first tokens that are always seen; 0 for a plain sliding window.
         is_chunk: Whether the window begins at a multiple of `recent`.
         is_bidirectional: Whether tokens see up to `PackedBatch.ends` instead of their own positions.
-        begin: The first position that later tokens see, for generation rows only.
+        begin: The first position of a sequence that generation rows see, apart from sinks.
     """
 
     recent: int

@@ -215,7 +215,7 @@ _PARTS_OF_REQUESTS = [
         PromptTuningConfig,
         embedding_table=_works("float32, float16 or bfloat16; part of the keys of KV blocks"),
         input_token_extra_ids=_works(
-            "part of the keys of KV blocks; not needed, since the table's content is too"
+            "distinguishes KV blocks of different tables; not needed, because the content of the table does so too"
         ),
     ),
     *_of(

@@ -33,10 +33,7 @@ beyond."""
 
 
 def _most_items(vocab_size: int) -> int:
-    """Return the maximum number of Earley items per mask, over all next bytes.
-
-    The library raises an error beyond.
-    """
+    """Return how many Earley items the library may make for one mask; beyond this number it raises an error."""
     return 10_000 + vocab_size // 4
 
 

@@ -3,7 +3,7 @@
 A module's stored tensors, its parts, are removed from the checkpoint's tensors, and `….weight` is computed from
 them at each read: levels and scales, or the numbers that they represent, float32 [outputs, inputs].
 
-Scales of activations, and of keys and values, are ignored: they are not quantized with the checkpoint's scales.
+A checkpoint's scales of activations, keys and values are ignored, because these are not quantized with them here.
 """
 
 from __future__ import annotations

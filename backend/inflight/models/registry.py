@@ -54,6 +54,15 @@ class ModelDescription:
     eagle: ModelDescription | None = None
 
 
+def check_draft_head(model: ModelDescription) -> None:
+    """Raise ConfigError if the checkpoint's family has no draft head."""
+    if model.names.draft_head is None:
+        raise ConfigError(
+            f"speculative_decoding_mode is mtp, expected a family with a draft head (tensors mtp.* or those of a "
+            f"layer after the last one), got {model.folder}"
+        )
+
+
 class UnknownFamily(ConfigError):
     """A checkpoint of a family that this package does not implement, or with a feature that the family's map
     lacks.

@@ -225,6 +225,8 @@ def _other_route(routes: Sequence[str], request: Request, error: HTTPException) 
     path = request.url.path[:_SHOWN]
     if path.startswith("/v2/"):
         return "; Triton's protocol is served at another port (scripts/serve --http-port)"
+    if path.rstrip("/") == "/v1":
+        return ": this is the base URL for clients; GET /v1/models lists the models"
     near = nearest(path, routes)
     return f"; did you mean {near}?" if near else ""
 
@@ -263,8 +265,33 @@ _KINDS = {
 }
 
 
+# Expected values, by pydantic's names of errors; {} are the limits in the error.
+_EXPECTED = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "float_type": "a number",
+    "greater_than": "a number above {gt}",
+    "greater_than_equal": "{ge} or more",
+    "int_from_float": "a whole number",
+    "int_type": "a whole number",
+    "less_than": "a number below {lt}",
+    "less_than_equal": "{le} or less",
+    "list_type": "a list",
+    "literal_error": "{expected}",
+    "model_type": "an object",
+    "string_type": "a text",
+    "too_long": "{max_length} or fewer values",
+    "too_short": "{min_length} or more values",
+}
+
+
 def _message(error: dict[str, Any]) -> str:
-    return f"{error['msg'].lower()}, got {_shown(error)}"
+    expected = _EXPECTED.get(error["type"])
+    if expected is None:
+        return f"{error['msg'].lower()}, got {_shown(error)}"
+    context: dict[str, Any] = error.get("ctx", {})
+    limits = {name: f"{limit:g}" if isinstance(limit, float) else limit for name, limit in context.items()}
+    return f"expected {expected.format(**limits)}, got {_shown(error)}"
 
 
 def _shown(error: dict[str, Any]) -> str:

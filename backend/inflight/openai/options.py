@@ -108,6 +108,7 @@ def _add_model_arguments(add: Callable[..., argparse.Action]) -> None:
         "--served-model-name",
         metavar="NAME",
         nargs="+",
+        type=_name,
         default=[],
         help="names of the model in requests to /v1; answers have the first (default: the name of "
         "the checkpoint's folder)",
@@ -144,9 +145,9 @@ def _add_model_arguments(add: Callable[..., argparse.Action]) -> None:
         "--convert",
         choices=CONVERSIONS,
         default="auto",
-        help="serve the model for /v1/embeddings (embed), or for /v1/rerank and /v1/score (classify), in place of "
-        "text (default: auto, embed if the checkpoint has a pooling of sentence-transformers; a checkpoint for "
-        "sequence classification is served for /v1/classify)",
+        help="embed: serve the model for /v1/embeddings; classify: for /v1/rerank and /v1/score; none: for text; "
+        "auto: for /v1/classify if it is a checkpoint for sequence classification, for /v1/embeddings if it has a "
+        "pooling of sentence-transformers, otherwise for text (default: auto)",
     )
 
 
@@ -315,6 +316,13 @@ def _api_keys(given: argparse.Namespace, environment: Mapping[str, str]) -> tupl
     return tuple(dict.fromkeys(keys))
 
 
+def _name(text: str) -> str:
+    """Return a name of the model, which must not be empty."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"expected a name, got {text!r}")
+    return text
+
+
 def _file(text: str) -> Path:
     path = Path(text).expanduser()
     try:
@@ -329,6 +337,8 @@ def _folder(text: str) -> Path:
     path = Path(text).expanduser()
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except FileExistsError:
+        raise argparse.ArgumentTypeError(f"{text}: expected a folder, got a file") from None
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from None
     if not os.access(path, os.W_OK | os.X_OK):
@@ -366,7 +376,9 @@ def _check_certificate(chain: Path, key: Path | None) -> None:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(chain, key, refuse_password)
     except OSError as error:  # includes ssl.SSLError
-        raise ValueError(f"{where}: cannot be used for TLS: {error}") from None
+        raise ValueError(
+            f"{where}: cannot be used for TLS, expected a certificate and its own key in PEM format: {error}"
+        ) from None
 
 
 def _origins(text: str) -> tuple[str, ...]:

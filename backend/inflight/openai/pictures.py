@@ -39,7 +39,7 @@ class ChatPictures:
         self._reader = PictureReader(rules)
 
     async def encode(self, text: str, urls: Sequence[PictureUrl], vocab_size: int) -> EncodedPrompt:
-        """Read a chat's pictures from their URLs, and return the prompt in which they are encoded.
+        """Read a chat's pictures from their URLs, and return its prompt with the encoded pictures.
 
         Args:
             text: The rendered chat, with a placeholder for each picture.

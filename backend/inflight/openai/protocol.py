@@ -66,9 +66,19 @@ _OF_OTHER_ROUTES = {
 }
 
 
+_SAME_MEANING = (
+    ("max_completion_tokens", "max_output_tokens", "max_tokens", "max_new_tokens", "n_predict"),
+    ("n", "num_return_sequences", "num_sequences"),
+    ("prompt", "text", "text_input"),
+    ("stop", "stop_sequences", "stop_words", "stop_strings"),
+)
+"""Names that one field has in several protocols and servers."""
+
+
 def _unknown(name: str, known: list[str]) -> ApiError:
     name = name[:100]
-    near = difflib.get_close_matches(name, known, n=1)
+    same = [other for names in _SAME_MEANING if name in names for other in names if other in known]
+    near = same or difflib.get_close_matches(name, known, n=1)
     hint = _OF_OTHER_ROUTES.get(name) or (f"did you mean {near[0]}?" if near else "leave it out")
     return ApiError(f"unknown field {name}: it would be ignored; {hint}", 400, name, "unknown_parameter")
 

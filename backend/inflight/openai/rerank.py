@@ -162,7 +162,7 @@ def _prepare_judged(
     if room is not None and room < 1:
         raise invalid(
             "truncate_prompt_tokens",
-            f"truncate_prompt_tokens leaves {most} tokens, and the prompt around a query and a document has "
+            f"truncate_prompt_tokens leaves {most} tokens, but without query and document the prompt already has "
             f"{len(before) + len(after)}",
         )
     instruction = pairs.instruction or _INSTRUCTION

@@ -48,8 +48,8 @@ IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 def is_public(address: IpAddress) -> bool:
     """Return whether an address belongs to a host of the public Internet.
 
-    Addresses that stand for another one, as IPv6 addresses do for IPv4 ones, are judged by that one; tunnels
-    (6to4 and Teredo) are not public.
+    An IPv6 address that stands for an IPv4 address is judged by the latter; tunnels (6to4 and Teredo) are not
+    public.
     """
     if isinstance(address, ipaddress.IPv6Address):
         if address.ipv4_mapped is not None:

@@ -50,7 +50,7 @@ class _Guided:
 
     Attributes:
         matcher: The matcher, in the state after the last token that is not a draft; None if the guide cannot be
-            followed, or, without `error`, if no token may come.
+            followed (then `error` is set), or if the guide allows no token.
         end_ids: The request's end ids, which the matcher does not know.
         drafts: The draft tokens that the batch verifies.
         error: The reason why the guide cannot be followed; None if it can.

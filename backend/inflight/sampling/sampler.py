@@ -376,7 +376,8 @@ class Sampler:
     ) -> Tensor:
         """Return [rows] int64 tokens with the highest logits in the rows `greedy`; undefined in other rows.
 
-        Rows are read again only if a step has changed them and the last such step was not a mask.
+        `likeliest` holds for rows that no step has changed, and `masked` for rows whose last change is a mask.
+        Other rows are read again.
         """
         tokens = likeliest.clone()
         is_known = rows.numbers["needs"] & int(Needs.CHANGES) == 0

@@ -47,8 +47,8 @@ class Candidates:
         rows: [n] indices of the rows, on the host.
         ids: [n, candidates] int64 in ascending order; None: the whole vocabulary.
         weights: [n, candidates] unnormalized probabilities, 0 for excluded tokens.
-        are_all: If the candidates are a guess, [n] bool on the device: whether the row has no others; None:
-            they are all candidates.
+        are_all: Whether each row has no other candidates, [n] bool on the device, if that had to be guessed; None:
+            no row has others.
     """
 
     rows: NDArray[np.int64]

@@ -19,7 +19,7 @@ from inflight.log_lines import ACCESS_LOG_VARIABLE, asks_for_json, open_log
 from inflight.openai.options import API_KEYS_VARIABLE, OpenAiOptions, read_arguments
 from inflight.parameter_spec import Speculation
 from inflight.processes import raise_descriptor_limit
-from inflight.progress import ProgressEcho
+from inflight.progress import BAR_VARIABLE, ProgressEcho
 from inflight.server import descriptors
 from inflight.server.checkpoint import find_checkpoint
 from inflight.server.client_apis import CONTROL_KEY_VARIABLE, ClientApis
@@ -64,6 +64,8 @@ def main(
             raise OptionError("--no-triton: `inflight serve` has this option")
         for variable in (API_KEYS_VARIABLE, CONTROL_KEY_VARIABLE):
             os.environ.pop(variable, None)  # the models' processes must not get these secrets
+        if options.log_format == "text" and sys.stderr.isatty():
+            os.environ[BAR_VARIABLE] = "1"  # for the models' processes
         if not options.access_log:
             os.environ[ACCESS_LOG_VARIABLE] = "0"  # for the models' processes and that of /v1
         return (run or serve)(options)

@@ -7,17 +7,17 @@ from typing import get_args
 from inflight.arguments import Parser, program_name
 from inflight.log_lines import FORMATS
 from inflight.openai.options import add_arguments
+from inflight.parameter_spec import KV_EVENTS, SPECULATION, URL
 from inflight.server.client_apis import CONTROL_KEY_HEADER, CONTROL_KEY_VARIABLE
 from inflight.server.option_types import (
     add_checkpoint,
     count,
-    kv_events_config,
     named_folder,
     port,
     seconds,
     setting,
     size,
-    speculation,
+    value_of,
     whole,
 )
 from inflight.server.other_servers import FLAGS
@@ -59,7 +59,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--speculate",
         metavar="METHOD[:K]",
-        type=speculation,
+        type=value_of(SPECULATION),
         help="draft up to K tokens of each sequence: prompt-lookup, from its own tokens; suffix, also from recent "
         "answers; mtp, by the checkpoint's draft head; eagle3, by the head of --draft-model; none, only if a "
         "request asks for it (default: none; K: 8, for mtp 1, for eagle3 3)",
@@ -86,12 +86,13 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--kv-events-config",
         metavar="JSON",
-        type=kv_events_config,
+        type=value_of(KV_EVENTS),
         help="publish KV cache events by ZeroMQ in vLLM's format, for routers; {} publishes them at tcp://*:5557",
     )
     add(
         "--otlp-traces-endpoint",
         metavar="URL",
+        type=value_of(URL),
         help="send OpenTelemetry spans of all requests to this collector, by OTLP over HTTP, such as "
         "http://localhost:4318/v1/traces",
     )
@@ -237,8 +238,8 @@ def _add_rank_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--mode",
         choices=get_args(Mode),
-        help="what starts the ranks: leader, this command; orchestrator, the model, which restarts them if "
-        "one is lost (default: in_process for one rank, orchestrator for several)",
+        help="leader: this command starts the ranks; orchestrator: the model starts them, and restarts them if "
+        "one is lost; in_process: there is one rank (default: in_process for one rank, orchestrator for several)",
     )
     add(
         "--mpirun-arguments",

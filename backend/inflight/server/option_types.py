@@ -5,9 +5,10 @@ Standard library only, see `trtllm_launcher`.
 
 import argparse
 import re
+from collections.abc import Callable
 from pathlib import Path
 
-from inflight.parameter_spec import KV_EVENTS, SPECULATION
+from inflight.parameter_spec import ParameterKind
 from inflight.server.errors import OptionError
 
 _DTYPES = ("float32", "bfloat16", "float16", "int8", "fp8")
@@ -73,22 +74,17 @@ def setting(text: str) -> tuple[str, str]:
     return key, value
 
 
-def speculation(text: str) -> str:
-    """Check a method of drafting, written METHOD or METHOD:K."""
-    try:
-        SPECULATION.parse(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected {SPECULATION.expected}, got {text!r}") from None
-    return text
+def value_of(kind: ParameterKind) -> Callable[[str], str]:
+    """Return a type that checks the text of a parameter's value, and returns it as it is."""
 
+    def check(text: str) -> str:
+        try:
+            kind.parse(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected {kind.expected}, got {text!r}") from None
+        return text
 
-def kv_events_config(text: str) -> str:
-    """Check how KV cache events are published, a JSON object."""
-    try:
-        KV_EVENTS.parse(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected {KV_EVENTS.expected}, got {text!r}") from None
-    return text
+    return check
 
 
 def named_folder(text: str) -> tuple[str, Path]:

@@ -48,6 +48,15 @@ SAME_VALUES: Mapping[str, Mapping[str, str]] = {
         "fp32": "float32",
     },
     "--engine": {"auto": "", "vllm": "torch", "pytorch": "torch", "trt": "tensorrt"},
+    "--reasoning-parser": {
+        "qwen3": "think",
+        "glm45": "think",
+        "kimi_k2": "think",
+        "olmo3": "think",
+        "deepseek_v3": "think",
+        "deepseek-r1": "deepseek_r1",
+    },
+    "--tool-call-parser": {"qwen3_xml": "qwen3_coder", "llama4_json": "llama3_json", "xlam": "json"},
 }
 """The value here, by an option and another server's value; "": the option is left out."""
 
@@ -111,8 +120,8 @@ DIFFERENT: Mapping[str, str] = {
     "--extra-llm-api-options": "take a flag or --set KEY=VALUE for each of the file's settings",
     # sampling
     "--seed": "set seed in each request: equal seeds give equal tokens",
-    "--generation-config": "of generation_config.json the end ids are read; defaults of /v1 are OpenAI's, and "
-    "requests can set others",
+    "--generation-config": "only the end ids of generation_config.json are read; defaults of /v1 are OpenAI's, "
+    "and requests can set others",
     "--override-generation-config": "take --default-max-tokens N for max_new_tokens, and set other values in each "
     "request",
     "--max-logprobs": "nothing to set: a request can ask for the 1024 most likely tokens at most",
@@ -124,6 +133,10 @@ DIFFERENT: Mapping[str, str] = {
     "--structured-outputs-config": "take --set guided_decoding_backend=llguidance or xgrammar",
     "--speculative-config": "take --speculate suffix:K, prompt-lookup:K for the method ngram, or mtp:K, or "
     "--draft-model DIR for the method eagle3; docs/speculation.md describes draft models",
+    "--temperature": "set temperature in each request",
+    "--top-k": "set top_k in each request",
+    "--top-p": "set top_p in each request",
+    "--max-tokens": "set max_tokens in each request; --default-max-tokens N is for requests without it",
     # memory
     "--gpu-memory-utilization": "take --set kv_cache_free_gpu_mem_fraction=0.9, the share of the memory that is "
     "free after the weights are loaded",
@@ -148,6 +161,7 @@ DIFFERENT: Mapping[str, str] = {
     "--max-loras": "take --set lora_cache_gpu_memory_fraction=0.05, the share of the device's memory for adapters",
     "--max-cpu-loras": "take --set lora_cache_host_memory_bytes=N, the memory of the host for adapters",
     # several processors and servers
+    "--device": "nothing to set: GPUs are used if the machine has some, and else its processors",
     "--data-parallel-size": "not supported: start a server for each replica, behind a load balancer",
     "-dp": "not supported: start a server for each replica, behind a load balancer",
     "--enable-expert-parallel": "take --ep N, the number of groups of ranks that share the experts",

@@ -30,7 +30,13 @@ class Ports:
 
 def resolve_host(host: str) -> str:
     """Return the IPv4 address to listen on; raises OptionError if the host has none."""
-    if ":" in host:
+    name, colon, port = host.partition(":")
+    if "/" in host or (colon and port.isdecimal() and name):
+        raise OptionError(
+            f"--host {host}: expected an address or a name alone, such as 0.0.0.0; --port and --http-port choose "
+            "ports"
+        )
+    if colon:
         raise OptionError(
             f"--host {host}: tritonserver listens on IPv4 alone; python -m inflight.openai takes IPv6 addresses"
         )

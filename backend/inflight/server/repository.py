@@ -14,6 +14,7 @@ from pathlib import Path
 from inflight.additional_outputs import parse_outputs, tensor_names
 from inflight.arguments import equally_near
 from inflight.config import Parameters, Role
+from inflight.core.request.sampling_config import CONTROLS
 from inflight.engine_folder import is_engine_folder, num_slots
 from inflight.errors import ConfigError
 from inflight.parameter_reader import is_filled
@@ -41,6 +42,7 @@ ENGINE_DIR = "tensorrt_engine_dir"
 ENGINE_NAME = "tensorrt_llm_model_name"
 ENGINE_ENDPOINT = "engine_endpoint"
 RECORD_PATH, RECEIPT_KEY_FILE = "record_path", "receipt_key_file"
+POST_PROCESSORS = "logits_post_processor_module"
 SPECULATIVE_DECODING_MODE = "speculative_decoding_mode"
 SPECULATIVE_MODEL_DIR = "speculative_model_dir"
 KV_CACHE_DIR, KV_CACHE_DISK_BYTES = "kv_cache_dir", "kv_cache_disk_bytes"
@@ -49,6 +51,10 @@ LORA_ADAPTERS, LORA_DIR, LORA_PREFETCH_DIR = "lora_adapters", "lora_dir", "lora_
 ADD_SPECIAL_TOKENS, MODEL_TYPE = "add_special_tokens", "gpt_model_type"
 ADDITIONAL_OUTPUTS = "additional_model_outputs"
 MAX_BATCH_SIZE, DECOUPLED_MODE = "max_batch_size", "decoupled_mode"
+_PATHS = (
+    *(MODEL_PATH, TOKENIZER, RECORD_PATH, RECEIPT_KEY_FILE, KV_CACHE_DIR, LORA_DIR, LORA_PREFETCH_DIR),
+    POST_PROCESSORS,
+)
 _CONFIG = "config.pbtxt"
 _DEMO_MODEL = "demo_model"
 _ENCODERS = "multimodal_encoders"
@@ -244,14 +250,9 @@ def _settings(wanted: Wanted) -> dict[str, str]:
     values |= wanted.settings
     if wanted.adapters:
         values[LORA_ADAPTERS] = _named_folders(wanted)
-    for key in (
-        RECORD_PATH,
-        RECEIPT_KEY_FILE,
-        KV_CACHE_DIR,
-        LORA_DIR,
-        LORA_PREFETCH_DIR,
-    ):  # the server runs in another folder
-        if values.get(key):
+    for key in _PATHS:  # the server runs in another folder
+        is_module = key == POST_PROCESSORS and not values.get(key, "").endswith(".py")
+        if values.get(key) and not is_module:
             values[key] = str(Path(values[key]).absolute())
     return values
 
@@ -392,12 +393,15 @@ def _check_known(values: Mapping[str, str], present: Mapping[str, str]) -> None:
         if key not in present:
             fields = (MAX_BATCH_SIZE, DECOUPLED_MODE)
             near = equally_near(key, [*present, *fields], cutoff=0.5)
-            hint = (
-                f"did you mean {' or '.join(near)}?"
-                if near
-                else f"there are {', '.join(sorted(present)) or 'none'}"
-            )
+            hint = f"did you mean {' or '.join(near)}?" if near else _elsewhere(key)
             raise OptionError(f"no model has a parameter {key!r} (--set {key}=...); {hint}")
+
+
+def _elsewhere(key: str) -> str:
+    """Return where a word that is no parameter may belong."""
+    if key in CONTROLS or key in ("max_tokens", "stop_words", "seed"):
+        return f"it is a field of requests: set {key} in each request"
+    return "docs/settings.md lists the parameters"
 
 
 def _read_configs(source: Path) -> dict[str, str]:

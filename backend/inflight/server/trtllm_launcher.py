@@ -66,7 +66,7 @@ def parser(model_repository: Path) -> argparse.ArgumentParser:
     add(
         "--tritonserver",
         default=_TRITONSERVER,
-        help="its path; the embedded one if the default does not exist",
+        help="the tritonserver to start (default: %(default)s, or if that is missing the Python environment's)",
     )
     add("--grpc_port", type=port, default=8001)
     add("--http_port", type=port, default=8000)

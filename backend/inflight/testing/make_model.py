@@ -271,6 +271,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--quantize: gpt2's checkpoints have no such matrices; expected another --family")
     if given.quantize and (given.quantize == _MXFP4) != (given.family == "gpt_oss"):
         parser.error(f"--quantize {given.quantize} --family {given.family}: {_MXFP4} goes with gpt_oss alone")
+    if given.out.exists() and not given.out.is_dir():
+        parser.error(f"--out {given.out}: expected a folder, got a file")
     from rich.console import Console
     from rich.progress import Progress
 

@@ -204,7 +204,7 @@ def test_pictures_are_rendered_as_by_transformers(transformers_tokenizer: PreTra
     [
         ([], r"messages is empty"),
         (["hello"], r"messages\[0\] is 'hello'"),
-        ([{"content": "x"}], r"messages\[0\].role is None"),
+        ([{"content": "x"}], r"messages\[0\].role is missing, expected a text such as user"),
         ([USER, {"role": "user"}], r"messages\[1\].content is missing"),
         ([{"role": "user", "content": 5}], r"messages\[0\].content is '5'"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], r"content\[0\].*image_url"),

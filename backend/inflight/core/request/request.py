@@ -131,7 +131,7 @@ class OutputOptions:
                 Name("additional_outputs"),
                 " needs ",
                 Name("beam_width"),
-                " 1: the rows of a search change places",
+                " 1, because a beam search reorders its rows",
             )
 
 

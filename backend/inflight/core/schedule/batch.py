@@ -7,9 +7,9 @@ per beam; its context runs in the first of them.
 
 The device applies a batch in this order:
 
-1. put the adapters of `adapter_loads` into their pages; free `released_slots`, then apply `starts`, each with its
-   adapter, which stays in its pages until the slot is released, and with the recurrent state of its snapshot or,
-   without a snapshot, the initial state;
+1. put the adapters of `adapter_loads` into their pages; free `released_slots`; then apply `starts`. A slot starts
+   with the recurrent state of its snapshot, or without a snapshot with the initial state. The slot's adapter stays
+   in its pages until the slot is released;
 2. copy the blocks of `block_copies`;
 3. apply `moves` simultaneously: each copies the state of a beam as it was before all moves;
 4. put the blocks of `replaced_blocks` into the block tables, then append `new_blocks` to the block tables;

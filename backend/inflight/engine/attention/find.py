@@ -90,8 +90,11 @@ def find_picture_attention(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Attention | None:
-    """Return the attention for batches with pictures whose rows attend to each other in both directions: over
-    gathered blocks. None: `find_attention`'s, which is that already, or the model has no such layers."""
+    """Return the attention over gathered blocks, for batches with pictures whose rows see each other.
+
+    None if such batches need no attention of their own: the one of `find_attention` gathers blocks already, or the
+    model has no layers in which rows see later ones.
+    """
     if device.type != "cuda" or not any(held.bidirectional_layers):
         return None
     return _find_gathering(held, dtype, _checker(config, held, windows, dtype, device), _log.info)

@@ -2,9 +2,10 @@
 iteration.
 
 Layers with the same window share the metadata, and blocks outside of the window are left out. Generation rows are
-divided into groups of similar length, as the rows of a group are padded to its longest. Under a window, chunks are
-cut into pieces, as every row of a piece is computed with all keys that any of its rows sees. With linear biases
-(ALiBi) masks contain each head's biases, and pieces limit their memory.
+divided into groups of similar length, because all rows of a group are padded to the length of the longest. The
+rows of a chunk of a prompt are computed with all keys that any of them sees. With a window the chunk is therefore
+cut into pieces, whose rows see fewer keys. With linear biases (ALiBi) masks contain each head's biases, and pieces
+limit their memory.
 """
 
 from __future__ import annotations
@@ -187,7 +188,10 @@ class _Preparation:
         return ends if has_later else None
 
     def _groups(self) -> list[tuple[int, int]]:
-        """Divide generation rows into groups (begin, end); a further group must save enough padding."""
+        """Divide generation rows into groups (begin, end).
+
+        Rows are divided further only as long as that saves enough padding.
+        """
         lengths = self._packed.generation_lengths.tolist()
         starts: list[int] = []
         longest = 0

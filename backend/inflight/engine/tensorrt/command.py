@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
         with build_progress(find_module(options.module)) as monitor:
             built = build_engine(Path(checkpoint), given.output, options, monitor=monitor)
     except (OSError, InflightError) as error:
-        sys.stderr.write(f"scripts/build: {error}\n")
+        sys.stderr.write(f"{program_name('scripts/build')}: {error}\n")
         return 1
     for sidecar in built:
         sys.stderr.write(_summary(given.output, sidecar))

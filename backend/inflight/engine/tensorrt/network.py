@@ -27,7 +27,7 @@ from inflight.models.sharding import Part
 
 
 def lacking(config: DecoderConfig) -> tuple[str, ...]:
-    """Return the components of a model that TensorRT's layers cannot express, or only with a copy of the cache."""
+    """Return the components of a model that TensorRT's layers cannot express, or only by copying the cache."""
     experts = config.experts
     found = {
         **only_by_torch(config),

@@ -43,7 +43,7 @@ def write_choices(writer: SchemaWriter, node: Node, words: Mapping[str, Any], pa
         if opposite is None:
             raise refused(
                 inner.path,
-                "not cannot be followed for this schema: describe the allowed values instead",
+                "the opposite of this schema cannot be followed: describe the allowed values instead",
             )
         parts.append(opposite)
     if "if" in words and {"then", "else"} & words.keys():
@@ -298,7 +298,10 @@ def _part_values(writer: SchemaWriter, first: _Option, second: _Option, kind: st
 
 
 def _part_arrays(writer: SchemaWriter, first: _Option, second: _Option, kind: str) -> bool:
-    """Separate alternatives of arrays whose items differ: only the empty array is common to both."""
+    """Keep two alternatives of arrays apart if their items have no type in common; return whether they have none.
+
+    Only the empty array would then fit both, so both are limited to arrays with items.
+    """
     items, others = first.facts.items, second.facts.items
     if kind != "array" or not items or not others or writer.overlaps.shared_types(items, others):
         return False

@@ -464,7 +464,7 @@ def read_size(config: ConfigFile, key: str, alias: str, default: int | None = No
     key."""
     own, other = config.int_or_none(key), config.int_or_none(alias)
     if own is not None and other is not None and own != other:
-        raise config.error(alias, f"{own}, as {key} says, or no such key")
+        raise config.error(alias, f"{own} like {key}, or nothing")
     return own or other or default or config.positive_int(key)
 
 

@@ -125,7 +125,7 @@ def _read_of_layers(config: ConfigFile, key: str, default: int, alias: str | Non
     if given is None:
         return other or default
     if alias and other not in (None, given):
-        raise config.error(alias, f"{given}, as {key} says, or no such key")
+        raise config.error(alias, f"{given} like {key}, or nothing")
     if type(given) is not int or given < 1:
         raise config.error(key, "an integer >= 1, the same in every layer")
     return given

@@ -375,7 +375,7 @@ def _read_short_conv(config: ConfigFile, experts: ExpertsConfig | None = None) -
     """Read the keys that LFM2 and LFM2-MoE share."""
     for key, read in _LFM2_COPIES.items():
         if config.value(key) not in (None, config.value(read)):
-            raise config.error(key, f"{config.value(read)}, as {read} says, or no such key")
+            raise config.error(key, f"{config.value(read)} like {read}, or nothing")
     hidden = config.positive_int("hidden_size")
     if config.has("layer_types"):
         recurrent_layers = _read_recurrent_layers(config, "conv")

@@ -237,7 +237,7 @@ def _read(body: ResponseBody, before: Sequence[bytes]) -> tuple[ChatOfResponse, 
 async def _prepare(
     context: Context, request: Request, body: ResponseBody, chat: ChatOfResponse, adapter: str
 ) -> tuple[ChatOfResponse, ChatPrompt, PreparedBody]:
-    """Prepare the chat, without as many of its first turns as `truncation: auto` must drop to make it fit."""
+    """Prepare the chat. With `truncation: auto` its first turns are left out until it fits."""
     default = context.model.options.default_max_tokens
     turns = later_turns(chat) if body.truncation == "auto" else []
     found: tuple[ChatOfResponse, ChatPrompt, PreparedBody] | None = None

@@ -162,7 +162,8 @@ def _message(given: Any, name: str, form: MessageForm) -> Message:
     message = {key: value for key, value in plain.items() if value is not None}
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise InvalidArgument(Name(name), f".role is {role!r}, expected a text such as user")
+        found = "missing" if role is None else repr(role)[:80]
+        raise InvalidArgument(Name(name), f".role is {found}, expected a text such as user")
     if role == "developer" and not form.takes_developer:
         message["role"] = "system"
     if "content" in message:
