@@ -176,6 +176,7 @@ GOOD = [
     ("speculative_decoding_mode", "mtp:3", Speculation("mtp", 3)),
     ("lora_adapters", "sql=/a/sql, chat = /a/c=d", (("sql", "/a/sql"), ("chat", "/a/c=d"))),
     ("enable_adapter_commands", "true", True),
+    ("enable_sleep_mode", "true", True),
     ("lora_weights_data_type", "TYPE_BF16", "TYPE_BF16"),
 ]
 

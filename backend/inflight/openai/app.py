@@ -26,6 +26,7 @@ from inflight.openai import (
     render,
     rerank,
     server_routes,
+    sleep,
     tokenize,
 )
 from inflight.openai.batches import routes as batches
@@ -86,7 +87,7 @@ def create_app(
     app.state.bodies = BodyReader(session, options.max_body_bytes)
     app.state.responses = KeptResponses(options.max_stored_responses, options.max_stored_bytes)
     of_texts, pooling = (completions, chat_completions, messages), (embeddings, classify, rerank)
-    modules = (models, adapters, *of_texts, *pooling, render, generate, tokenize, server_routes)
+    modules = (models, adapters, sleep, *of_texts, *pooling, render, generate, tokenize, server_routes)
     batches_router = batches.refusing_router if jobs is None else batches.router
     routers = (*(module.router for module in modules), responses_router, batches_router, playground_router)
     for router in routers:
@@ -114,8 +115,8 @@ def _jobs(app: FastAPI, context: Context, options: OpenAiOptions) -> BatchJobs |
         return None
 
     async def send(owner: bytes, request: BatchRequest) -> BatchAnswer:
-        # Time without an engine does not count as an attempt.
-        await _until_available(context.session, context.model.describe)
+        # Time without an engine, or with one that sleeps, does not count as an attempt.
+        await _until_available(context.session, context.model.check_awake)
         return await call_application(app, request, owner)
 
     folder = BatchFolder(options.batch_dir, options.max_batch_bytes)

@@ -13,6 +13,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from inflight.openai.answers import Piece, Pieces
+from inflight.openai.errors import ApiError
 from inflight.openai.http_metrics import HttpMetrics
 from inflight.openai.pictures import ChatPictures
 from inflight.openai.prepared_body import PreparedBody
@@ -89,6 +90,18 @@ class Envelope:
             "choices": choices,
             **more,
         }
+
+
+def refuse_other_sites(request: Request) -> None:
+    """Raise ApiError for a request of a web page that the server does not know.
+
+    For routes whose requests have no JSON body: browsers send such requests without asking the server.
+    """
+    origin = request.headers.get("origin")
+    is_foreign = request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
+    allowed = context_of(request).model.options.cors_origins
+    if origin is not None and is_foreign and origin not in allowed and "*" not in allowed:
+        raise ApiError(f"requests from {origin[:80]} are not allowed here (--allowed-origins)", 403)
 
 
 def open_stream(

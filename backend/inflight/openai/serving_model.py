@@ -20,6 +20,7 @@ from inflight.classification import ClassificationHead, read_classification_head
 from inflight.core.ports import EngineClient
 from inflight.core.request.adapter_command import AdapterAction, AdapterCommand, AdapterState
 from inflight.core.request.engine_description import EngineDescription
+from inflight.core.request.sleep import SleepAction
 from inflight.errors import Unavailable, Unsupported, without_places
 from inflight.file_names import native
 from inflight.openai.errors import ApiError, unsupported
@@ -35,6 +36,7 @@ _log = logging.getLogger(__name__)
 
 _ADAPTERS_TIMEOUT_S = 10.0
 _COMMAND_TIMEOUT_S = 60.0
+_SLEEP_TIMEOUT_S = 10.0
 _ADAPTERS_FRESH_S = 1.0
 """Seconds for which a listed adapter is assumed to exist. If it no longer does, the engine refuses the request."""
 _ROUTES = {
@@ -85,6 +87,12 @@ class ServingModel:
                 if self._failed_s - begun_s > _SLOW_S:
                     self._failure = error
                 raise
+
+    def check_awake(self) -> None:
+        """Raise Unavailable if the engine cannot be reached or sleeps. May block."""
+        is_asleep = self.describe().sleep_enabled and self._client.sleep(SleepAction.ASK, _SLEEP_TIMEOUT_S)
+        if is_asleep:
+            raise Unavailable("the engine sleeps")
 
     def load(self) -> None:
         """Read the files of the engine's present checkpoint, and log defects of its chat template.
