@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import venv
 from pathlib import Path
 
 import pytest
 
 from tests.integrations.clients import CLAUDE_CODE, CODEX, LIBRARIES, Client
+from tests.integrations.environments import install_npm, install_python, run
 from tests.integrations.scripted_agent import answering, call
 
 pytestmark = pytest.mark.exhaustive
@@ -43,7 +41,7 @@ def test_a_library_talks_calls_tools_and_reads_streams(client: Client, tmp_path:
     installed = _install(client, tmp_path)
     program = shutil.copy(PROGRAMS / client.program, tmp_path)  # npm's packages are found beside it
     with answering(RULES) as url:
-        _run(["node" if client.is_npm else installed / "python", program], tmp_path, URL=url)
+        run(["node" if client.is_npm else installed / "python", program], tmp_path, URL=url)
 
 
 def test_claude_code_writes_a_file(tmp_path: Path) -> None:
@@ -54,7 +52,7 @@ def test_claude_code_writes_a_file(tmp_path: Path) -> None:
     )
     command = ["-p", "Write the greeting, please.", "--allowedTools", "Write", "--output-format", "json"]
     with answering(rules) as url:
-        printed = _run(
+        printed = run(
             [installed / "claude", *command],
             tmp_path,
             ANTHROPIC_BASE_URL=url,
@@ -77,37 +75,11 @@ def test_codex_runs_a_command_and_reads_its_output(tmp_path: Path) -> None:
     command = ["exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
     with answering(rules) as url:
         (tmp_path / ".codex/config.toml").write_text(CODEX_SETTINGS.replace("URL", url))
-        printed = _run([installed / "codex", *command, "Print the greeting, please."], tmp_path)
+        printed = run([installed / "codex", *command, "Print the greeting, please."], tmp_path)
     assert printed.splitlines()[-1] == "The greeting is printed."
 
 
 def _install(client: Client, folder: Path) -> Path:
     """Install a client in `folder`; return the folder of its environment's programs."""
-    if client.is_npm:
-        npm = shutil.which("npm")
-        if npm is None:  # it is no package of Python's, so that scripts/test cannot install it
-            pytest.skip("no npm on PATH")
-        command = [npm, "install", "--no-fund", "--no-audit", "--silent", *client.packages]
-        subprocess.run(command, cwd=folder, check=True)
-        return folder / "node_modules/.bin"
-    venv.create(folder / "venv", with_pip=True)
-    programs = folder / "venv/bin"
-    subprocess.run([programs / "python", "-m", "pip", "install", "--quiet", *client.packages], check=True)
-    return programs
-
-
-def _run(command: list[Path | str], folder: Path, **variables: str) -> str:
-    """Run a program in `folder`, which is also its home; return what it prints, after checking its exit status."""
-    environment = {**os.environ, "HOME": str(folder), **variables}
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    install = install_npm if client.is_npm else install_python
+    return install(folder, client.packages)
