@@ -154,6 +154,12 @@ def test_a_line_for_another_route_than_the_endpoint_fails(client: openai.OpenAI)
     assert batch.errors.data[0].message == ('line 1: url is "/v1/completions", expected /v1/chat/completions')
 
 
+def test_metadata_is_returned_up_to_its_bounds(client: openai.OpenAI) -> None:
+    metadata = {f"{number:064}": "v" * 512 for number in range(16)}
+    batch = start(client, lines([completion(1)]), metadata=metadata)
+    assert batch.metadata == metadata and wait(client, batch).metadata == metadata
+
+
 def test_batches_are_listed_in_pages(client: openai.OpenAI) -> None:
     made = [start(client, lines([completion(number)])) for number in range(5)]
     assert [each.id for each in client.batches.list(limit=2)] == [each.id for each in reversed(made)]
@@ -256,6 +262,9 @@ def test_without_a_folder_the_flag_is_named(engine: EngineClient) -> None:
         ({"completion_window": "1h"}, "completion_window"),
         ({"output_expires_after": {"anchor": "created_at", "seconds": 3600}}, "files are kept until"),
         ({"priority": 1}, "unknown field priority"),
+        ({"metadata": {str(number): "" for number in range(17)}}, "metadata.*at most 16 items"),
+        ({"metadata": {"k" * 65: ""}}, "metadata.*at most 64 characters"),
+        ({"metadata": {"k": "v" * 513}}, "metadata.*at most 512 characters"),
     ],
 )
 def test_a_wrong_batch_is_refused_with_its_field(
