@@ -10,6 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.integrations.clients import Client
+
+
+def install(client: Client, folder: Path) -> Path:
+    """Install a client in `folder`; return the folder of its environment's programs."""
+    return (install_npm if client.is_npm else install_python)(folder, client.packages)
+
 
 def install_python(folder: Path, packages: tuple[str, ...]) -> Path:
     """Make an environment with packages of Python below `folder`; return the folder of its programs."""

@@ -21,12 +21,13 @@ from inflight.core.ports import EngineClient
 from inflight.core.request.adapter_command import AdapterAction, AdapterCommand, AdapterState
 from inflight.core.request.engine_description import EngineDescription
 from inflight.core.request.sleep import SleepAction
-from inflight.errors import Unavailable, Unsupported, without_places
+from inflight.errors import ConfigError, Unavailable, Unsupported, without_places
 from inflight.file_names import native
 from inflight.openai.errors import ApiError, unsupported
 from inflight.openai.options import OpenAiOptions
 from inflight.pooling import Pooling, Task, find_task, read_pooling
 from inflight.serving.chat.template import ChatTemplate, load_chat_template
+from inflight.serving.chat.template_files import DEFAULT, read_template_files
 from inflight.serving.completion_text import TokenizerFinder
 from inflight.text.text_encoder import TextEncoder
 from inflight.text.tokenizer import Tokenizer
@@ -213,6 +214,21 @@ class ServingModel:
             )
         return template
 
+    def tokenizer_info(self) -> dict[str, str | None]:
+        """Return the texts of special tokens and the chat template, by transformers' names for them.
+
+        Reads files. Raises Unsupported if there is no tokenizer, ApiError if the template cannot be read.
+        """
+        tokenizer, description = self.tokenizer(), self.describe()
+        try:
+            files = read_template_files(description.tokenizer_dir, self.options.chat_template)
+        except ConfigError as error:
+            raise _template_error(str(error)) from None
+        info: dict[str, str | None] = {**files.special_tokens, "chat_template": files.sources.get(DEFAULT)}
+        for end_id in description.eos_token_ids[:1]:
+            info.setdefault("eos_token", tokenizer.decode([end_id], skip_special_tokens=False))
+        return info
+
     def reasoning_parser(self) -> str:
         """Return the name of the parser of the model's reasoning, "" for none; raises as `chat_template` does."""
         return chosen_parser(self.options.reasoning_parser, self.chat_template().reasoning_style)
@@ -252,6 +268,16 @@ def chosen_parser(option: str, of_template: str) -> str:
     if option == "auto":
         return of_template
     return "" if option == "none" else option
+
+
+def _template_error(problem: str) -> ApiError:
+    return ApiError(
+        f"chats cannot be answered: {without_places(problem)}. Start the server with --chat-template FILE, or "
+        "send a prompt to /v1/completions",
+        500,
+        None,
+        "chat_template_error",
+    )
 
 
 class _CheckpointFiles:
@@ -304,7 +330,7 @@ class _CheckpointFiles:
             try:
                 self._template = load_chat_template(folder, self._template_file)
             except Exception as error:  # whatever the error, completions work without a template
-                self._problem = without_places(str(error))
+                self._problem = str(error)
                 _log.error("chats will be refused: %s", error)
             template = self._template
             if template is not None and template.takes_tools and not template.style and self._finds_calls:
@@ -321,13 +347,7 @@ class _CheckpointFiles:
     def template(self) -> ChatTemplate | None:
         self.tokenizer()  # raises the reason if there is no tokenizer
         if self._problem is not None:
-            raise ApiError(
-                f"chats cannot be answered: {self._problem}. Start the server with --chat-template FILE, or send "
-                "a prompt to /v1/completions",
-                500,
-                None,
-                "chat_template_error",
-            )
+            raise _template_error(self._problem)
         return self._template
 
     def token_bytes(self) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, compatible with vLLM. These routes need no slot in the engine."""
+"""/tokenize, /detokenize and /tokenizer_info, compatible with vLLM. These routes need no slot in the engine."""
 
 from __future__ import annotations
 
@@ -34,6 +34,14 @@ async def detokenize(body: Annotated[DetokenizeBody, body_as(DetokenizeBody)], r
     await context.adapter_of(body.model)
 
     return await context.session.compute(lambda: JsonAnswer(_detokenize(context.model, body)))
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> Response:
+    """Return the texts of special tokens and the chat template, for clients that render chats themselves."""
+    context = context_of(request)
+    await context.adapter_of(None)
+    return await context.session.compute(lambda: JsonAnswer(context.model.tokenizer_info()))
 
 
 def _detokenize(model: ServingModel, body: DetokenizeBody) -> dict[str, Any]:
