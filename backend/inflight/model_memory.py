@@ -40,7 +40,7 @@ class ReloadedModel:
     def release(self) -> None:
         """Close the engine, and return its memory to the device and the system. No request may be active."""
         self.close_engine()
-        gc.collect()  # an engine's parts may refer to each other
+        _collect_all()
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
@@ -66,6 +66,19 @@ class ReloadedModel:
                 f"{engine.limits.num_adapter_pages}"
             )
         self.replace_engine(engine)
+
+
+def _collect_all() -> None:
+    """Make a garbage collection that visits exempted objects, too, and exempt them again.
+
+    The import of torch leaves garbage that refers to stack frames, and so to the model that was loaded in them. This
+    garbage is exempted from collections (`inflight.processes.without_collection`).
+    """
+    are_exempted = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    gc.collect()
+    if are_exempted:
+        gc.freeze()
 
 
 def with_same_blocks(parameters: Parameters, limits: EngineLimits) -> Parameters:
