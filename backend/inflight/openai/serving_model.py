@@ -158,13 +158,22 @@ class ServingModel:
             adapters = self._adapters
         if model in adapters:  # an adapter that failed is loaded again, and the engine reports the reason
             return model
-        known = ", ".join((*self.names, *(name for name, is_usable in adapters.items() if is_usable)))
-        raise ApiError(
-            f"the model {model[:200]!r} does not exist; this server has {known}",
-            404,
-            "model",
-            "model_not_found",
-        )
+        known = (*self.names, *(name for name, is_usable in adapters.items() if is_usable))
+        raise unknown_model(model, ", ".join(known))
+
+    def has_adapter(self, name: str) -> bool:
+        """Return whether a body's `model` may name this adapter; not of an engine that is away. May block."""
+        try:
+            return bool(self.adapter_of(name))
+        except (ApiError, Unavailable):
+            return False
+
+    def known_names(self) -> tuple[str, ...]:
+        """Return the names of the model; none of an engine that was never reached. May block."""
+        try:
+            return self.names
+        except Unavailable:
+            return ()
 
     def check_task(self, wanted: Collection[Task]) -> None:
         """Raise ApiError unless the model is served for one of the tasks `wanted`."""
@@ -256,6 +265,12 @@ class ServingModel:
             loaded = self._loaded
         loaded.load()
         return loaded
+
+
+def unknown_model(name: str, known: str) -> ApiError:
+    """Return the error for a body's `model` that is none of the `known` names."""
+    message = f"the model {name[:200]!r} does not exist; this server has {known}"
+    return ApiError(message, 404, "model", "model_not_found")
 
 
 def chosen_parser(option: str, of_template: str) -> str:

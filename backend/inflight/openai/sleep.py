@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from inflight.core.request.sleep import SleepAction
 from inflight.errors import Unsupported
-from inflight.openai.context import context_of, refuse_other_sites
+from inflight.openai.context import choose_context, contexts_of, refuse_other_sites
 from inflight.openai.errors import ApiError, invalid
 
 router = APIRouter()
@@ -55,10 +55,11 @@ def _check_one_of(request: Request, name: str, allowed: tuple[str, ...]) -> None
 
 
 async def _command(request: Request, action: SleepAction) -> bool:
-    context = context_of(request)
     refuse_other_sites(request)
+    contexts, name = contexts_of(request), request.query_params.get("model")
 
     def run() -> bool:
+        context = choose_context(contexts, name)
         if not context.model.describe().sleep_enabled:
             raise ApiError(
                 "this server does not let clients make the engine sleep: start it with --set "
@@ -72,4 +73,4 @@ async def _command(request: Request, action: SleepAction) -> bool:
         except Unsupported as error:
             raise ApiError(str(error), 400, None, "unsupported_engine") from None
 
-    return await context.session.wait_for(run)
+    return await contexts[0].session.wait_for(run)
