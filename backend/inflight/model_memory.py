@@ -71,8 +71,8 @@ class ReloadedModel:
 def _collect_all() -> None:
     """Make a garbage collection that visits exempted objects, too, and exempt them again.
 
-    The import of torch leaves garbage that refers to stack frames, and so to the model that was loaded in them. This
-    garbage is exempted from collections (`inflight.processes.without_collection`).
+    The import of torch leaves garbage that refers to stack frames, and so to the model that was loaded in them.
+    This garbage is exempted from collections (`inflight.processes.without_collection`).
     """
     are_exempted = gc.get_freeze_count() > 0
     gc.unfreeze()
