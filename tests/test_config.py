@@ -177,6 +177,7 @@ GOOD = [
     ("speculative_model_dir", "/heads/a", "/heads/a"),
     ("lora_adapters", "sql=/a/sql, chat = /a/c=d", (("sql", "/a/sql"), ("chat", "/a/c=d"))),
     ("enable_adapter_commands", "true", True),
+    ("enable_sleep_mode", "true", True),
     ("lora_weights_data_type", "TYPE_BF16", "TYPE_BF16"),
 ]
 

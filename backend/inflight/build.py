@@ -18,6 +18,7 @@ from inflight.engine_parts import (
     make_block_store,
     make_guide_compiler,
     make_instruments,
+    make_model_memory,
     make_receipts,
     make_tracer,
     make_watchdog,
@@ -243,6 +244,13 @@ def start_engine(
     instruments = make_instruments(parameters, limits, return_metrics, on_hang)
     adapters = make_adapters(parameters, model, lambda: manager.notify())
     receipts = make_receipts(parameters, model, lambda: manager.notify())
+    memory = make_model_memory(
+        parameters,
+        model,
+        None if rank_context else lambda same: _load_checked(load, same, version_dir, None),
+        lambda: manager.close_engine(),
+        lambda engine: manager.replace_engine(engine),
+    )
     client = LocalEngineClient(
         describe(parameters, model),
         lambda: manager.notify(),
@@ -251,6 +259,7 @@ def start_engine(
         adapters,
         receipts,
         make_tracer(parameters),
+        memory,
     )
     guides = make_guide_compiler(parameters, model, lambda: manager.notify())
     manager = GptManager(

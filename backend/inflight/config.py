@@ -655,6 +655,11 @@ class Parameters:
         (), NAMED_FOLDERS, "PEFT folders, with the names that requests use for them"
     )
     enable_adapter_commands: bool = parameter(False, BOOLEAN, "let clients list, load and unload adapters")
+    enable_sleep_mode: bool = parameter(
+        False,
+        BOOLEAN,
+        "let clients make the engine give back the memory of weights and KV cache, and load them again",
+    )
     lora_weights_data_type: str = parameter(
         "TYPE_FP16",
         DATA_TYPES,

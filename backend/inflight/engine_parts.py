@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from inflight.batch_manager.watchdog import Watchdog
     from inflight.block_store import HostBlockStore
     from inflight.config import Parameters, SchedulingConfig
-    from inflight.core.ports import ReturnMetricsCallback
+    from inflight.core.ports import Engine, ReturnMetricsCallback
     from inflight.core.request.engine_description import EngineDescription
     from inflight.core.schedule.batch import EngineLimits
     from inflight.guided.compiler import ChildCompiler
     from inflight.load_model import LoadedModel
+    from inflight.model_memory import ReloadedModel
     from inflight.parameter_spec import KvEventsConfig
     from inflight.receipts.engine_part import EngineReceipts
     from inflight.tracing import Tracer
@@ -189,6 +190,49 @@ def describe(parameters: Parameters, model: LoadedModel) -> EngineDescription:
         dtype=model.dtype,
         state_enabled=parameters.enable_state_requests,
         adapter_commands_enabled=parameters.enable_adapter_commands,
+        sleep_enabled=parameters.enable_sleep_mode,
+    )
+
+
+def make_model_memory(
+    parameters: Parameters,
+    model: LoadedModel,
+    load: Callable[[Parameters], LoadedModel] | None,
+    close_engine: Callable[[], None],
+    replace_engine: Callable[[Engine], None],
+) -> ReloadedModel | None:
+    """Return what gives back the model's memory and loads it again; None if the engine may not sleep.
+
+    Raises ConfigError if the engine could not sleep.
+
+    Args:
+        parameters: The parameters from config.pbtxt.
+        model: The loaded model.
+        load: Loads the model with other parameters; None with several ranks.
+        close_engine: Closes the loop's engine.
+        replace_engine: Gives the loop another engine.
+    """
+    if not parameters.enable_sleep_mode:
+        return None
+    for hindrance, holds in (
+        ("several ranks", load is None),
+        ("saved KV blocks (kv_cache_dir, kv_cache_host_memory_bytes)", saves_blocks(parameters, model)),
+        ("debug tensors", model.debug_tensors is not None),
+    ):
+        if holds:
+            raise ConfigError(f"enable_sleep_mode is true, but an engine with {hindrance} cannot sleep")
+    assert load is not None, "checked"
+    from inflight.model_memory import ReloadedModel, with_same_blocks
+    from inflight.receipts.engine_part import model_folders
+    from inflight.receipts.model_files import ModelFiles
+
+    limits = model.engine.limits
+    return ReloadedModel(
+        limits,
+        ModelFiles(model_folders(parameters, native(model.model_path))),
+        close_engine,
+        replace_engine,
+        lambda: load(with_same_blocks(parameters, limits)),
     )
 
 

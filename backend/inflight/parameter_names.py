@@ -44,6 +44,7 @@ OTHER_NAMES: Mapping[str, OtherNames] = {
     "max_sequence_length": OtherNames("", "--max-model-len", "max_seq_len"),
     "max_attention_window_size": _of_backend("", "", "kv_cache_config.max_attention_window"),
     "sink_token_length": _of_backend("", "", "kv_cache_config.sink_token_length"),
+    "enable_sleep_mode": OtherNames("", "--enable-sleep-mode"),
     "normalize_log_probs": _of_backend("", "--logprobs-mode", "normalize_log_probs"),
     "gpt_model_type": _of_backend("", "", "batching_type"),
     "batch_scheduler_policy": _of_backend("", "", "scheduler_config.capacity_scheduler_policy"),

@@ -94,7 +94,7 @@ def _serve(options: ServerOptions, folder: Path, ports: Ports, log: TextIO) -> i
         metrics_url="",
         pictures=pictures and pictures.socket,
     )
-    openai = OpenAiProcess(wanted, lambda: socket, folder, max(1, options.exit_timeout_s), log)
+    openai = OpenAiProcess(wanted, lambda: (socket,), folder, max(1, options.exit_timeout_s), log)
     for process in (openai, pictures):
         if process:
             process.start()

@@ -35,7 +35,7 @@ INSTALLS, DOCKER, CLUSTER = "installs packages", "needs Docker", "needs a cluste
 DEVELOPERS = "runs, measures or builds what this test is a part of"
 NOT_RUN: Mapping[str, Mapping[str, str]] = {
     "docs/chat.md": {".venv/bin/pip": INSTALLS},
-    "docs/clients.md": {"": "runs Claude Code; tests/integrations/test_clients.py runs it"},
+    "docs/clients.md": {"": "runs programs of other projects; tests/integrations runs them"},
     "docs/comparing.md": {"": "installs other systems"},
     "docs/contributing.md": {"": DEVELOPERS},
     "docs/demo-model.md": {"scripts/train": "trains for minutes"},
@@ -91,6 +91,7 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
         "[": CLUSTER,
         "exec": CLUSTER,
     },
+    "docs/scaling.md": {"serve run": "is Ray's; tests/integrations/test_ray_serve.py runs it"},
     "docs/tensorrt.md": {
         ".venv/bin/pip": INSTALLS,
         "scripts/serve": "needs a GPU",

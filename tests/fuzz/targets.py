@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import json
 import socket
 import tempfile
@@ -27,6 +28,7 @@ from inflight.gguf.config import make_config
 from inflight.gguf.header import read_header
 from inflight.gguf.tokenizer import make_tokenizer
 from inflight.models.registry import describe
+from inflight.openai.batches.lines import read_requests
 from inflight.receipts.document import parse, to_request
 from inflight.safetensors_header import tensor_ranges
 from inflight.server.config_text import fill_fields, read_parameters, set_parameters
@@ -365,10 +367,30 @@ def _gguf() -> bytes:
 
 _GGUF = _gguf()
 
+
+def batch_lines(data: bytes) -> None:
+    """The input of a batch: a request with changed values and a second one, or any bytes."""
+    choices = Choices(data)
+    good = {**_BATCH_LINE, "custom_id": "good"}
+    content = json.dumps(changed(_BATCH_LINE, choices)).encode() + b"\n" + json.dumps(good).encode()
+    for each in (content, edited(content, choices), data):
+        with contextlib.suppress(InflightError):
+            for request in read_requests(io.BytesIO(each)):
+                request.encoded_body()
+
+
+_BATCH_LINE: dict[str, Any] = {
+    "custom_id": "one",
+    "method": "POST",
+    "url": "/v1/chat/completions",
+    "body": {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 4},
+}
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
     target.__name__: target
     for target in (
         endpoint_frames, endpoint_stream, config_json, config_text, safetensors_header, tokenizer_json, gguf_file,
-        peft_folder, config_pbtxt, receipt, tool_calls, reasoning,
+        peft_folder, config_pbtxt, receipt, tool_calls, reasoning, batch_lines,
     )
 }  # fmt: skip

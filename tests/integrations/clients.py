@@ -38,3 +38,8 @@ LIBRARIES = (
 )
 CLAUDE_CODE = Client("Claude Code", ("@anthropic-ai/claude-code@2.1.332",))
 CODEX = Client("Codex", ("@openai/codex@0.171.0",))
+CONTINUE = Client("Continue's CLI", ("@continuedev/cli@1.5.47",))
+OPEN_WEBUI = Client("Open WebUI", ("open-webui==0.12.4",))
+LM_EVAL = Client("lm-eval", ("lm-eval[api]==0.4.13",))
+GUIDELLM = Client("GuideLLM", ("guidellm==0.8.1",))
+CLIENTS = (*LIBRARIES, CLAUDE_CODE, CODEX, CONTINUE, OPEN_WEBUI, LM_EVAL, GUIDELLM)

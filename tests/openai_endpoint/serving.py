@@ -6,7 +6,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,10 +61,12 @@ def served(
     client: EngineClient,
     protocol: type[HttpProtocol] = HttpProtocol,
     picture_encoder: PicturesEncoder | None = None,
+    others: Sequence[EngineClient] = (),
     **options: Any,
 ) -> Iterator[str]:
-    """The application in front of `client`; yields its URL, without a path."""
-    app = create_app(client, OpenAiOptions(**{"served_model_names": ("demo",), **options}), picture_encoder)
+    """The application in front of `client`, and of other engines; yields its URL, without a path."""
+    given = OpenAiOptions(**{"served_model_names": ("demo",), **options})
+    app = create_app(client, given, picture_encoder, others)
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(app, http=protocol, ws="none", log_level="warning", timeout_graceful_shutdown=5)
     server = uvicorn.Server(config)

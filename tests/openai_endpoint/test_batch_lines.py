@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from inflight.openai.batches import lines
 from inflight.openai.batches.lines import (
     LOWEST_PRIORITY,
     BadBatchLine,
@@ -51,6 +52,7 @@ def without(field: str) -> dict[str, Any]:
         ({**LINE, "bodi": {}}, "bodi", "unknown field bodi"),
         ({**LINE, "custom_id": 7}, "custom_id", "custom_id is 7, expected a text"),
         ({**LINE, "custom_id": ""}, "custom_id", 'custom_id is "", expected a text'),
+        ({**LINE, "custom_id": "x" * 513}, "custom_id", "xxx…, 513 characters, expected at most 512"),
         ({**LINE, "custom_id": "good"}, "custom_id", "custom_id 'good' is also in line 1"),
         ({**LINE, "method": "GET"}, "method", 'method is "GET", expected "POST"'),
         ({**LINE, "url": "/v1/completion"}, "url", "did you mean /v1/completions?"),
@@ -66,6 +68,21 @@ def test_a_bad_line_is_named_with_its_number_and_field(line: object, field: str 
         read(GOOD, "", line)
     assert (found.value.line, found.value.field) == (3, field)
     assert str(found.value).startswith("line 3: ") and said in str(found.value)
+
+
+def test_a_line_has_at_most_a_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound is without the line's end; a longer line is not read to its end."""
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", len(GOOD))
+    assert len(list(read_requests(io.BytesIO(GOOD.encode())))) == 1
+    file = io.BytesIO(f"{GOOD}\n{GOOD} {'x' * 5 * len(GOOD)}\n".encode())
+    with pytest.raises(BadBatchLine, match=f"line 2: the line is longer than {len(GOOD)} bytes") as found:
+        list(read_requests(file))
+    assert found.value.error_code == "line_too_long" and file.tell() == 2 * (len(GOOD) + 1)
+
+
+def test_a_custom_id_may_have_512_characters() -> None:
+    (request,) = read({**LINE, "custom_id": "é" * 512})
+    assert request.custom_id == "é" * 512
 
 
 def test_a_file_without_requests_is_refused() -> None:

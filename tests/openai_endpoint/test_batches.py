@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from openai.types import Batch, Completion
 
 from inflight.build import build_engine
 from inflight.core.ports import EngineClient
+from inflight.core.request.sleep import SleepAction
 from inflight.errors import ConfigError
 from inflight.openai.batches.folder import ENTRY_BYTES, BatchFolder
 from inflight.openai.batches.jobs import BatchJobs
@@ -152,6 +154,12 @@ def test_a_line_for_another_route_than_the_endpoint_fails(client: openai.OpenAI)
     assert batch.errors.data[0].message == ('line 1: url is "/v1/completions", expected /v1/chat/completions')
 
 
+def test_metadata_is_returned_up_to_its_bounds(client: openai.OpenAI) -> None:
+    metadata = {f"{number:064}": "v" * 512 for number in range(16)}
+    batch = start(client, lines([completion(1)]), metadata=metadata)
+    assert batch.metadata == metadata and wait(client, batch).metadata == metadata
+
+
 def test_batches_are_listed_in_pages(client: openai.OpenAI) -> None:
     made = [start(client, lines([completion(number)])) for number in range(5)]
     assert [each.id for each in client.batches.list(limit=2)] == [each.id for each in reversed(made)]
@@ -254,6 +262,9 @@ def test_without_a_folder_the_flag_is_named(engine: EngineClient) -> None:
         ({"completion_window": "1h"}, "completion_window"),
         ({"output_expires_after": {"anchor": "created_at", "seconds": 3600}}, "files are kept until"),
         ({"priority": 1}, "unknown field priority"),
+        ({"metadata": {str(number): "" for number in range(17)}}, "metadata.*at most 16 items"),
+        ({"metadata": {"k" * 65: ""}}, "metadata.*at most 64 characters"),
+        ({"metadata": {"k": "v" * 513}}, "metadata.*at most 512 characters"),
     ],
 )
 def test_a_wrong_batch_is_refused_with_its_field(
@@ -429,6 +440,33 @@ def test_a_batch_goes_on_after_the_server_has_ended(tmp_path: Path, is_killed: b
             assert content.startswith(kept) and len(answers(client, batch.output_file_id)) == 120
     finally:
         running.close(0.0)
+
+
+def test_a_batch_waits_while_the_engine_sleeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bodies = [completion(n) for n in range(3)]
+    with (
+        fake_engine(enable_sleep_mode="true") as engine,
+        served(engine, batch_dir=tmp_path) as url,
+        connect(url) as client,
+    ):
+        command, asked = engine.sleep, threading.Semaphore(0)
+
+        def sleep(action: SleepAction, timeout_s: float) -> bool:
+            is_asleep = command(action, timeout_s)
+            asked.release()
+            return is_asleep
+
+        command(SleepAction.SLEEP, PATIENCE_S)
+        monkeypatch.setattr(engine, "sleep", sleep)
+        batch = start(client, lines(bodies))
+        for _ in range(2 * len(bodies)):  # each request has asked, and most have asked again
+            assert asked.acquire(timeout=PATIENCE_S)
+        command(SleepAction.WAKE_UP, PATIENCE_S)
+        counts = wait(client, batch).request_counts
+        assert counts is not None and (counts.completed, counts.failed) == (3, 0)
+        page = httpx.get(f"{url}/metrics").text
+        assert f'{{handler="{COMPLETIONS}",method="POST",status="2xx",code="200"}} 3' in page
+        assert 'code="503"' not in page
 
 
 def test_uploads_may_be_streamed_from_a_file(client: openai.OpenAI) -> None:

@@ -10,15 +10,16 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
 import pytest
 import transformers
 
+from inflight.core.ports import EngineClient
 from inflight.text.tokenizer import Tokenizer
-from tests.openai_endpoint.scripted import BOS_ID, folder_with_bos, scripted
+from tests.openai_endpoint.scripted import BOS_ID, ScriptedEngine, folder_with_bos, scripted
 from tests.openai_endpoint.serving import DEMO, fake_engine, served
 
 MESSAGES: list[Any] = [
@@ -172,6 +173,28 @@ def test_tokenize_returns_the_ids_of_the_prompt(fake_url: str) -> None:
     assert chat["tokens"] == tokenizer.encode(RENDERED, add_special_tokens=False)
     back = httpx.post(f"{fake_url}/detokenize", json={"tokens": chat["tokens"]}).json()
     assert back == {"prompt": RENDERED}
+
+
+def test_tokenizer_info_has_the_special_tokens_and_the_template(tmp_path: Path) -> None:
+    folder = folder_with_bos(tmp_path, chat_template="{{ bos_token }}{{ messages[0].content }}")
+    theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
+    with fake_engine(tokenizer_dir=str(folder)) as engine:
+        with served(engine) as url:
+            info = httpx.get(f"{url}/tokenizer_info").json()
+            assert info.pop("chat_template") == theirs.chat_template
+            assert info == {name: str(text) for name, text in theirs.special_tokens_map.items()}
+        file = tmp_path / "other.jinja"
+        file.write_text("other")
+        with served(engine, chat_template=file) as url:
+            assert httpx.get(f"{url}/tokenizer_info").json()["chat_template"] == "other"
+
+
+def test_tokenizer_info_has_the_end_token_of_a_checkpoint_without_names(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(DEMO, tmp_path / "model"))
+    (folder / "tokenizer_config.json").unlink()
+    with served(cast(EngineClient, ScriptedEngine(folder=folder))) as url:
+        info = httpx.get(f"{url}/tokenizer_info").json()
+    assert info == {"chat_template": None, "eos_token": "<|endoftext|>"}
 
 
 @pytest.mark.parametrize("writes_bos", [True, False])

@@ -67,7 +67,7 @@ class Running:
         port = options.pop("port", None) or resolve_ports(LOCALHOST, Ports(openai=0)).openai
         self.said = io.StringIO()
         self.options = OpenAiOptions(host=LOCALHOST, port=int(str(port)), **options)  # pyright: ignore
-        self.endpoint = OpenAiProcess(self.options, lambda: folder / "engine.sock", folder, 20, self.said)
+        self.endpoint = OpenAiProcess(self.options, lambda: (folder / "engine.sock",), folder, 20, self.said)
         self.endpoint.start()
 
     @property

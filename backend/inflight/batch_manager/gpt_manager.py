@@ -158,6 +158,33 @@ class GptManager:
             return self._inspections.metrics(timeout_s, self.notify)
         return self._instruments.reports(kind, timeout_s)
 
+    def close_engine(self) -> None:
+        """Close the engine between two iterations, when no request is active; its KV cache is forgotten.
+
+        No request may be accepted until `replace_engine`. Any thread except the loop thread. Raises Unavailable
+        once the loop has ended.
+        """
+        while not self._inspections.ask_loop(lambda batch: self._close_idle_engine(), self.notify):
+            pass  # the last batch is in flight
+
+    def replace_engine(self, engine: Engine) -> None:
+        """Use `engine`, which has room for what the scheduler hands out, after `close_engine`.
+
+        Any thread except the loop thread. Raises Unavailable once the loop has ended.
+        """
+
+        def replace(batch: ScheduledBatch | None) -> None:
+            self._engine = engine
+
+        self._inspections.ask_loop(replace, self.notify)
+
+    def _close_idle_engine(self) -> bool:
+        if self._in_flight or self._scheduler.num_active:
+            return False
+        self._engine.close()
+        self._scheduler.forget_device()
+        return True
+
     def join(self, timeout_s: float | None = None) -> bool:
         """Wait at most `timeout_s` seconds until the loop has ended, normally or not; return whether it has
         ended."""

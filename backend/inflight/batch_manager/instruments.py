@@ -206,6 +206,15 @@ class Inspections:
         except (NotInTime, Unavailable):
             return Reports()
 
+    def ask_loop(
+        self, ask: Callable[[ScheduledBatch | None], _Answer], notify: Callable[[], None]
+    ) -> _Answer:
+        """Let the loop call `ask` after its current iteration, and return the result, or raise the error.
+
+        Raises Unavailable once the loop has ended. Not on the loop thread.
+        """
+        return self._ask(ask, notify).result()
+
     def _ask(
         self, ask: Callable[[ScheduledBatch | None], _Answer], notify: Callable[[], None]
     ) -> Future[_Answer]:

@@ -16,6 +16,7 @@ from inflight.core.request.guide import Guide, GuideEvent
 from inflight.core.request.handle import RequestHandle
 from inflight.core.request.request import IterationInput, Origin, Request
 from inflight.core.request.response import Response
+from inflight.core.request.sleep import SleepAction
 from inflight.core.request.stop import StopReason, StopSignal
 from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
 
@@ -229,6 +230,18 @@ class Adapters(Protocol):
         ...
 
 
+class ModelMemory(Protocol):
+    """The memory of an engine's weights and KV cache, which an idle engine can give back. Any thread."""
+
+    def release(self) -> None:
+        """Give the memory back; no request may be active. The contents of the KV cache are lost."""
+        ...
+
+    def load(self) -> None:
+        """Load the model again, after `release`; raises ConfigError if that fails, and may be called again."""
+        ...
+
+
 class Receipts(Protocol):
     """Makes the engine's part of receipts. Any thread."""
 
@@ -326,6 +339,14 @@ class EngineClient(Protocol):
 
         Blocks for up to about `timeout_s` seconds. Raises Unavailable without an engine or when the time is up,
         Unsupported if the engine supports no adapter commands, and the command's own error if it fails.
+        """
+        ...
+
+    def sleep(self, action: SleepAction, timeout_s: float) -> bool:
+        """Carry out a command about the engine's sleep; return whether the engine sleeps afterwards.
+
+        Blocks for up to about `timeout_s` seconds. Raises Unavailable without an engine, if requests in flight do
+        not finish in time, or if the model cannot be loaded again; Unsupported if the engine cannot sleep.
         """
         ...
 

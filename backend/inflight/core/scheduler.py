@@ -398,6 +398,14 @@ class Scheduler:
             responses += self._endings.fail(group, error, self._now_ns)
         return responses
 
+    def forget_device(self) -> None:
+        """Forget what the device holds: cached KV blocks, snapshots of states, adapters.
+
+        No request may be active.
+        """
+        assert not self._groups and not self._num_in_flight, "requests are active"
+        self._running.clear()
+
     # ---------------------------------------------------------------- reports
 
     def stats(self, batch: ScheduledBatch | None, duration_ns: int = 0) -> IterationCounts:

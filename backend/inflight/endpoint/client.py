@@ -26,12 +26,14 @@ from inflight.core.request.engine_description import EngineDescription
 from inflight.core.request.handle import RequestHandle
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response
+from inflight.core.request.sleep import SleepAction
 from inflight.core.request.stop import StopReason
 from inflight.endpoint.delivery import ResponseTarget
 from inflight.endpoint.frames import (
     AdapterStates,
     BadFrame,
     CommandAdapters,
+    CommandSleep,
     Drain,
     Drained,
     EngineResponse,
@@ -39,6 +41,7 @@ from inflight.endpoint.frames import (
     ReadState,
     Reported,
     Retire,
+    SleepState,
     State,
     Stop,
     decode_from_engine,
@@ -60,8 +63,8 @@ _CONNECTIONS_TRIED = 3
 # Seconds by which this side waits longer for an answer than the engine's own timeout.
 _MARGIN_S = 1.0
 
-_Query = ReadState | CommandAdapters | ReadReports
-_Reply = State | AdapterStates | Reported
+_Query = ReadState | CommandAdapters | CommandSleep | ReadReports
+_Reply = State | AdapterStates | SleepState | Reported
 
 
 class SocketEngineClient:
@@ -126,6 +129,14 @@ class SocketEngineClient:
         command. Must not be called from a callback of `submit` (see `state`).
         """
         return self._connected().adapters(command, timeout_s)
+
+    def sleep(self, action: SleepAction, timeout_s: float) -> bool:
+        """Send a command about the engine's sleep; return whether the engine sleeps afterwards.
+
+        Raises Unavailable if the engine cannot be reached or does not answer in time, and errors of the command.
+        Must not be called from a callback of `submit` (see `state`).
+        """
+        return self._connected().sleep(action, timeout_s)
 
     def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
         """Return the reports since the last call; raises Unavailable if the engine cannot be reached.
@@ -234,6 +245,13 @@ class _EngineConnection:
         if answer.error_kind:
             raise error_from_kind(answer.error_kind, answer.error_message)
         return answer.adapters
+
+    def sleep(self, action: SleepAction, timeout_s: float) -> bool:
+        answer = self._ask(CommandSleep(next(self._query_ids), action, timeout_s), "whether it sleeps")
+        assert isinstance(answer, SleepState), f"got {type(answer).__name__}"
+        if answer.error_kind:
+            raise error_from_kind(answer.error_kind, answer.error_message)
+        return answer.is_asleep
 
     def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
         reported = self._ask(ReadReports(next(self._query_ids), kind, timeout_s), "what it has done")

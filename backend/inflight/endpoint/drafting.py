@@ -36,9 +36,10 @@ from inflight.core.request.request import ExternalDraft, FloatTensor, OutputOpti
 from inflight.core.request.response import PerfMetrics, Response, SequenceResult
 from inflight.core.request.results import ended_before_start
 from inflight.core.request.sampling_config import DRAWING, SamplingConfig
+from inflight.core.request.sleep import SleepAction
 from inflight.core.request.stop import CUT_SHORT, FINISH_REASON_OF_STOP, FinishReason, StopReason
 from inflight.endpoint.delivery import pass_on
-from inflight.errors import InflightError, Name, StepFailed, Unavailable, without_places
+from inflight.errors import InflightError, Name, StepFailed, Unavailable, Unsupported, without_places
 
 _log = logging.getLogger(__name__)
 _NS_PER_MS = 1_000_000
@@ -119,6 +120,10 @@ class DraftingClient:
     def adapters(self, command: AdapterCommand, timeout_s: float) -> tuple[AdapterState, ...]:
         """Send a command to the target engine, and return the state of all of its adapters."""
         return self._target.adapters(command, timeout_s)
+
+    def sleep(self, action: SleepAction, timeout_s: float) -> bool:
+        """Raise Unsupported, because the engine that drafts would stay awake."""
+        raise Unsupported("two engines serve this model, and cannot sleep")
 
     def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
         """Return the target engine's reports since the last call."""

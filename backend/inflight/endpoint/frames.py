@@ -26,6 +26,7 @@ from inflight.core.request.adapter_command import AdapterCommand, AdapterState
 from inflight.core.request.engine_description import EngineDescription
 from inflight.core.request.request import FloatTensor, Request
 from inflight.core.request.response import Response, ReturnedOutput, SequenceResult
+from inflight.core.request.sleep import SleepAction
 from inflight.core.request.stop import StopReason
 from inflight.errors import InflightError, error_from_kind
 from inflight.raw_buffers import BufferedDecoder, BufferedEncoder
@@ -120,6 +121,26 @@ class AdapterStates(msgspec.Struct, frozen=True, tag=True):
     error_message: str = ""
 
 
+class CommandSleep(msgspec.Struct, frozen=True, tag=True):
+    """Front end → engine: carry out `action`, and answer with a SleepState of the same `query_id`.
+
+    `timeout_s` is how long the engine waits for requests in flight, in seconds.
+    """
+
+    query_id: int
+    action: SleepAction
+    timeout_s: float
+
+
+class SleepState(msgspec.Struct, frozen=True, tag=True):
+    """Engine → front end: whether the engine sleeps after a command, or the command's error."""
+
+    query_id: int
+    is_asleep: bool = False
+    error_kind: str = ""
+    error_message: str = ""
+
+
 class ReadReports(msgspec.Struct, frozen=True, tag=True):
     """Front end → engine: answer with a Reported of the same `query_id`.
 
@@ -208,6 +229,7 @@ FromEngine = (
     | EngineResponse
     | State
     | AdapterStates
+    | SleepState
     | Reported
     | Drained
     | Supervised
@@ -215,7 +237,9 @@ FromEngine = (
     | Statistics
     | Leaving
 )
-FromFrontEnd = Submit | Stop | ReadState | CommandAdapters | ReadReports | Drain | Retire | Supervise
+FromFrontEnd = (
+    Submit | Stop | ReadState | CommandAdapters | CommandSleep | ReadReports | Drain | Retire | Supervise
+)
 
 _ENCODER = msgspec.msgpack.Encoder()
 _FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)

@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from inflight.access_log import AccessLog
 from inflight.config import SEQUENCES_PER_ITERATION
-from inflight.core.ports import Adapters, Receipts, SendResponseCallback, WaitUntilSent
+from inflight.core.ports import Adapters, ModelMemory, Receipts, SendResponseCallback, WaitUntilSent
 from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.request.adapter_command import AdapterAction, AdapterCommand, AdapterState
 from inflight.core.request.engine_description import EngineDescription
@@ -31,8 +31,10 @@ from inflight.core.request.handle import RequestHandle
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.request.results import ended_before_start
+from inflight.core.request.sleep import SleepAction
 from inflight.core.request.stop import FINISH_REASON_OF_STOP, FinishReason, StopReason, StopSignal
 from inflight.endpoint.delivery import ResponseTarget
+from inflight.endpoint.sleep import Sleep
 from inflight.errors import InflightError, Unavailable, Unsupported
 from inflight.tracing import Tracer
 
@@ -60,6 +62,7 @@ class LocalEngineClient:
         adapters: Executes adapter commands; None: there are no such commands.
         receipts: Makes the engine's part of receipts; None: there are no receipts.
         tracer: Records the spans of requests; None: no spans are recorded.
+        memory: Gives back the model's memory; None: the engine cannot sleep.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class LocalEngineClient:
         adapters: Adapters | None = None,
         receipts: Receipts | None = None,
         tracer: Tracer | None = None,
+        memory: ModelMemory | None = None,
     ) -> None:
         self._description = description
         self._notify = notify
@@ -78,6 +82,7 @@ class LocalEngineClient:
         self._read_reports = read_reports
         self._adapters = adapters
         self._receipts = receipts
+        self._sleep = Sleep(memory, self._finish_requests)
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self._outboxes: tuple[WaitUntilSent, ...] = ()
@@ -110,8 +115,8 @@ class LocalEngineClient:
 
         A request that wants a receipt is not fetched before the model's files have digests.
 
-        Raises Unavailable after `fail_all`, after `refuse` unless the request is a continuation, if too many
-        adapter weights wait to be stored, or if the model's files have no digests.
+        Raises Unavailable after `fail_all`, after `refuse` unless the request is a continuation, while the engine
+        sleeps, if too many adapter weights wait to be stored, or if the model's files have no digests.
         """
         if request.output.return_receipt:
             if self._receipts is None:
@@ -120,6 +125,7 @@ class LocalEngineClient:
         with self._lock:
             if self._refuses_all or not request.is_continuation:
                 self._check_available()
+            self._sleep.check_awake(request.is_continuation)
             request_id = next(self._ids)
             if request.may_be_continued:
                 self._to_be_continued.add(request_id)
@@ -190,6 +196,21 @@ class LocalEngineClient:
         elif command.action is AdapterAction.UNLOAD:
             self._adapters.unload(command.name, command.task_id)
         return tuple(self._adapters.list_adapters())
+
+    def sleep(self, action: SleepAction, timeout_s: float) -> bool:
+        """Carry out a command about the engine's sleep; return whether the engine sleeps afterwards.
+
+        The command runs on this thread. Raises Unavailable if the engine has ended, and as `Sleep.carry_out`.
+        """
+        self._check_available()
+        return self._sleep.carry_out(action, timeout_s)
+
+    def _finish_requests(self, timeout_s: float, then: Callable[[], None]) -> bool:
+        with self._lock:
+            have_finished = self._wait_for_all(timeout_s)
+            if have_finished:
+                then()
+            return have_finished
 
     def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
         """Return the reports since the last call, even after the batcher has ended."""

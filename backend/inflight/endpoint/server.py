@@ -1,7 +1,7 @@
 """The engine's side of the endpoint, through which front ends in other processes use the engine's client.
 
 The server owns the listening socket and, for each connection, a reader thread, a writer thread and the
-requests in flight on it. Queries about state, adapters or reports are answered on a thread of their own.
+requests in flight on it. Queries about state, adapters, sleep or reports are answered on a thread of their own.
 When a connection ends, for whatever reason, its requests are stopped.
 """
 
@@ -24,6 +24,7 @@ from inflight.endpoint.frames import (
     AdapterStates,
     BadFrame,
     CommandAdapters,
+    CommandSleep,
     Drained,
     FrontEndFrames,
     Hello,
@@ -31,6 +32,7 @@ from inflight.endpoint.frames import (
     ReadState,
     Reported,
     Retire,
+    SleepState,
     State,
     Stop,
     Submit,
@@ -182,6 +184,9 @@ class _ClientConnection:
                 elif isinstance(frame, CommandAdapters):
                     # A command may read files.
                     _start_thread("endpoint-adapters", self._answer_adapter_command, frame)
+                elif isinstance(frame, CommandSleep):
+                    # Requests finish, or the model is loaded.
+                    _start_thread("endpoint-sleep", self._answer_sleep, frame)
                 elif isinstance(frame, ReadReports):
                     # It may wait until there are reports.
                     _start_thread("endpoint-reports", self._answer_report, frame)
@@ -248,6 +253,16 @@ class _ClientConnection:
         except Exception as caught:  # any error goes to the peer
             error = _as_inflight_error(caught, "the command could not be carried out")
             answer = AdapterStates(frame.query_id, error_kind=error.kind, error_message=error.marked)
+        with contextlib.suppress(OSError):  # the connection has ended
+            self._send([encode(answer)])
+
+    def _answer_sleep(self, frame: CommandSleep) -> None:
+        """Carry out a command about the engine's sleep and answer it. Runs on a thread of its own."""
+        try:
+            answer = SleepState(frame.query_id, self._client.sleep(frame.action, frame.timeout_s))
+        except Exception as caught:  # any error goes to the peer
+            error = _as_inflight_error(caught, "the command could not be carried out")
+            answer = SleepState(frame.query_id, error_kind=error.kind, error_message=error.marked)
         with contextlib.suppress(OSError):  # the connection has ended
             self._send([encode(answer)])
 

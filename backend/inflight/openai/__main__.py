@@ -54,9 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _log_to(open_log(given.log_format))
     try:
         options = read_arguments(given, given.host, given.port, given.metrics_url, pictures=given.pictures)
-        client = _connect(given)
+        client, *others = _connect(given)
         encoder = None if options.pictures is None else PicturesClient(str(options.pictures))
-        config = _config(client, options, encoder, given.exit_timeout)
+        config = _config(client, others, options, encoder, given.exit_timeout)
     except (InflightError, ValueError, OSError) as error:
         print(f"openai: {error}", file=errors)
         return 2
@@ -72,7 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises the signal again after its shutdown
             signal.signal(number, server.handle_exit)
         server.run(sockets=[listener])
-    client.close()
+    for each in (client, *others):
+        each.close()
     return 0
 
 
@@ -95,7 +96,11 @@ def _parser() -> argparse.ArgumentParser:
         "--triton", metavar="HOST:PORT", help="the gRPC port of a tritonserver with these models"
     )
     engine.add_argument(
-        "--engine-endpoint", metavar="SOCKET", help="the engine's Unix socket on this machine"
+        "--engine-endpoint",
+        metavar="SOCKET",
+        action="append",
+        help="the engine's Unix socket on this machine; given several times, requests choose an engine by the "
+        "name of its model's folder",
     )
     add(
         "--tokenizer",
@@ -134,13 +139,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _connect(given: argparse.Namespace) -> EngineClient:
+def _connect(given: argparse.Namespace) -> list[EngineClient]:
     if given.engine_endpoint is not None:
         if given.tokenizer is not None:
             raise ValueError(
                 "--tokenizer needs --triton; with --engine-endpoint the engine states its tokenizer"
             )
-        return SocketEngineClient(given.engine_endpoint)
+        return [SocketEngineClient(path) for path in given.engine_endpoint]
     if given.pictures is not None:
         raise ValueError("--pictures needs --engine-endpoint: --triton passes no prompt tables on")
     if given.tokenizer is None:
@@ -151,15 +156,19 @@ def _connect(given: argparse.Namespace) -> EngineClient:
         raise ValueError(
             f"--triton needs tritonclient (pip install -e '.[kserve]' in the checkout): {error}"
         ) from None
-    return KServeEngineClient(given.triton, given.tokenizer, given.triton_model)
+    return [KServeEngineClient(given.triton, given.tokenizer, given.triton_model)]
 
 
 def _config(
-    client: EngineClient, options: OpenAiOptions, encoder: PicturesEncoder | None, exit_timeout_s: int
+    client: EngineClient,
+    others: Sequence[EngineClient],
+    options: OpenAiOptions,
+    encoder: PicturesEncoder | None,
+    exit_timeout_s: int,
 ) -> uvicorn.Config:
     key = options.tls_key
     config = uvicorn.Config(
-        create_app(client, options, encoder),
+        create_app(client, options, encoder, others),
         loop="uvloop",
         http=HttpProtocol,
         ws="none",

@@ -7,8 +7,9 @@ the application has ended.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from fastapi import FastAPI
 
@@ -26,6 +27,7 @@ from inflight.openai import (
     render,
     rerank,
     server_routes,
+    sleep,
     tokenize,
 )
 from inflight.openai.batches import routes as batches
@@ -34,8 +36,8 @@ from inflight.openai.batches.in_process import call_application
 from inflight.openai.batches.jobs import BatchJobs
 from inflight.openai.batches.lines import BatchAnswer, BatchRequest
 from inflight.openai.bodies import BodyReader
-from inflight.openai.context import Context
-from inflight.openai.errors import add_error_handlers
+from inflight.openai.context import Context, choose_context
+from inflight.openai.errors import ApiError, add_error_handlers
 from inflight.openai.http_metrics import HttpMetrics, HttpObserver
 from inflight.openai.messages import routes as messages
 from inflight.openai.middleware import add_middleware
@@ -51,7 +53,10 @@ _ENGINE_CHECK_S = 1.0
 
 
 def create_app(
-    client: EngineClient, options: OpenAiOptions, picture_encoder: PicturesEncoder | None = None
+    client: EngineClient,
+    options: OpenAiOptions,
+    picture_encoder: PicturesEncoder | None = None,
+    others: Sequence[EngineClient] = (),
 ) -> FastAPI:
     """Return the application. It must be served by one event loop.
 
@@ -60,33 +65,45 @@ def create_app(
         options: Options of the endpoint.
         picture_encoder: The process that encodes the model's pictures; None: messages with pictures are
             refused.
+        others: Clients of further engines, whose models are named by their folders, and have the chat templates
+            of their checkpoints.
     """
     session, access_log = EngineSession(client), AccessLog()
     model = ServingModel(client, options, has_encoder=picture_encoder is not None)
     pictures = None if picture_encoder is None else ChatPictures(picture_encoder, options)
     context = Context(session, model, HttpMetrics(), pictures)
+    of_others = replace(options, served_model_names=(), chat_template=None)
+    contexts = (
+        context,
+        *(
+            Context(EngineSession(other), ServingModel(other, of_others), context.http_metrics)
+            for other in others
+        ),
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
         # At the start the engine may still be loading.
-        loading = asyncio.create_task(_until_available(session, model.load))
+        loading = [asyncio.create_task(_until_available(each.session, each.model.load)) for each in contexts]
         if jobs is not None:
             jobs.start()
         yield
-        loading.cancel()
+        for task in loading:
+            task.cancel()
         if jobs is not None:
             await jobs.close()
-        session.close()
+        for each in contexts:
+            each.session.close()
         access_log.close()
 
     app = FastAPI(title="inflight", lifespan=lifespan, docs_url=None, redoc_url=None)
-    jobs = _jobs(app, context, options)
-    app.state.context = context
+    jobs = _jobs(app, contexts, options)
+    app.state.contexts = contexts
     app.state.batches = jobs
     app.state.bodies = BodyReader(session, options.max_body_bytes)
     app.state.responses = KeptResponses(options.max_stored_responses, options.max_stored_bytes)
     of_texts, pooling = (completions, chat_completions, messages), (embeddings, classify, rerank)
-    modules = (models, adapters, *of_texts, *pooling, render, generate, tokenize, server_routes)
+    modules = (models, adapters, sleep, *of_texts, *pooling, render, generate, tokenize, server_routes)
     batches_router = batches.refusing_router if jobs is None else batches.router
     routers = (*(module.router for module in modules), responses_router, batches_router, playground_router)
     for router in routers:
@@ -108,14 +125,26 @@ async def _until_available(session: EngineSession, ask: Callable[[], object]) ->
             await asyncio.sleep(_ENGINE_CHECK_S)
 
 
-def _jobs(app: FastAPI, context: Context, options: OpenAiOptions) -> BatchJobs | None:
+async def _context_of(contexts: Sequence[Context], request: BatchRequest) -> Context:
+    """Return the context of a batch's request; the first one if its model is not known, which is its answer."""
+    name = request.body.get("model")
+    try:
+        return await contexts[0].session.wait_for(
+            lambda: choose_context(contexts, name if isinstance(name, str) else None)
+        )
+    except ApiError:
+        return contexts[0]
+
+
+def _jobs(app: FastAPI, contexts: Sequence[Context], options: OpenAiOptions) -> BatchJobs | None:
     """Return the batches of the folder that the options name; None if they name none."""
     if options.batch_dir is None:
         return None
 
     async def send(owner: bytes, request: BatchRequest) -> BatchAnswer:
-        # Time without an engine does not count as an attempt.
-        await _until_available(context.session, context.model.describe)
+        # Time without an engine, or with one that sleeps, does not count as an attempt.
+        context = await _context_of(contexts, request)
+        await _until_available(context.session, context.model.check_awake)
         return await call_application(app, request, owner)
 
     folder = BatchFolder(options.batch_dir, options.max_batch_bytes)

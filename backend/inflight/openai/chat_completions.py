@@ -12,7 +12,7 @@ from starlette.responses import Response
 from inflight.openai.answers import Piece, Usage
 from inflight.openai.bodies import body_as
 from inflight.openai.chat_prompts import ChatPrompt, read_chat
-from inflight.openai.context import Context, Envelope, answer_stream, answer_whole, context_of
+from inflight.openai.context import Context, Envelope, answer_stream, answer_whole, chosen_context, context_of
 from inflight.openai.errors import invalid
 from inflight.openai.log_probs import chat_log_probs, prompt_log_probs_json
 from inflight.openai.prepared_body import PreparedBody, check_number_of_sequences, prepare_body
@@ -32,8 +32,7 @@ router = APIRouter()
 @router.post("/v1/chat/completions")
 async def create_chat_completion(body: Annotated[ChatBody, body_as(ChatBody)], request: Request) -> Response:
     """Generate `n` answers to the messages."""
-    context = context_of(request)
-    adapter = await context.adapter_of(body.model, Task.GENERATE)
+    context, adapter = await chosen_context(request, body.model, Task.GENERATE)
     prompt, prepared = await prepare_chat(request, body, adapter, context.model.options.default_max_tokens)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     writer = _ChatWriter(body, prepared, prompt, Envelope.of("chatcmpl", kind, prepared, request))

@@ -17,7 +17,7 @@ from inflight.classification import ClassificationHead
 from inflight.core.request.response import SequenceResult
 from inflight.openai.bodies import body_as
 from inflight.openai.chat_prompts import render_messages
-from inflight.openai.context import context_of
+from inflight.openai.context import chosen_context
 from inflight.openai.errors import invalid
 from inflight.openai.last_positions import (
     POOLED,
@@ -41,8 +41,7 @@ router = APIRouter()
 @router.post("/classify")
 async def classify(body: Annotated[ClassifyBody, body_as(ClassifyBody)], request: Request) -> Response:
     """Return the class of each text, with the probabilities of all classes."""
-    context = context_of(request)
-    adapter = await context.adapter_of(body.model, Task.CLASSIFY)
+    context, adapter = await chosen_context(request, body.model, Task.CLASSIFY)
     prepared, head = await context.session.compute(partial(_prepare, context.model, body, adapter))
 
     def take(result: SequenceResult) -> NDArray[Any]:

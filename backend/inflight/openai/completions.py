@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from inflight.openai.answers import Piece
 from inflight.openai.bodies import body_as
-from inflight.openai.context import Envelope, answer_stream, answer_whole, context_of
+from inflight.openai.context import Envelope, answer_stream, answer_whole, chosen_context
 from inflight.openai.errors import invalid
 from inflight.openai.guides import read_guide
 from inflight.openai.log_probs import CompletionLogProbs, TokenNames, prompt_log_probs_json
@@ -33,8 +33,7 @@ async def create_completion(
     body: Annotated[CompletionBody, body_as(CompletionBody)], request: Request
 ) -> Response:
     """Continue each prompt `n` times."""
-    context = context_of(request)
-    adapter = await context.adapter_of(body.model, Task.GENERATE)
+    context, adapter = await chosen_context(request, body.model, Task.GENERATE)
     prepared = await context.session.compute(partial(prepare_completion, context.model, body, adapter))
     envelope = Envelope.of("cmpl", "text_completion", prepared, request)
     writer = _CompletionWriter(body, prepared, envelope)

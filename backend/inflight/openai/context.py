@@ -13,11 +13,12 @@ from fastapi import Request
 from starlette.responses import Response
 
 from inflight.openai.answers import Piece, Pieces
+from inflight.openai.errors import ApiError
 from inflight.openai.http_metrics import HttpMetrics
 from inflight.openai.pictures import ChatPictures
 from inflight.openai.prepared_body import PreparedBody
 from inflight.openai.request_ids import passage_of, request_id_of
-from inflight.openai.serving_model import ServingModel
+from inflight.openai.serving_model import ServingModel, unknown_model
 from inflight.openai.streaming import EventStream, Watcher, peeked
 from inflight.pooling import Task
 from inflight.prompt import Prompt
@@ -34,25 +35,50 @@ class Context:
     http_metrics: HttpMetrics
     pictures: ChatPictures | None = None
 
-    async def adapter_of(self, model: str | None, *tasks: Task) -> str:
-        """Return the adapter named by a body's `model` (`ServingModel.adapter_of`).
-
-        Must be each body's first check. Raises ApiError if the model is served for none of `tasks`; without tasks
-        it may be served for any.
-        """
-
-        def find() -> str:
-            adapter = self.model.adapter_of(model)
-            if tasks:
-                self.model.check_task(tasks)
-            return adapter
-
-        return await self.session.wait_for(find)
-
 
 def context_of(request: Request) -> Context:
-    """Return the context of the application that received this HTTP request."""
-    return request.app.state.context
+    """Return the context of the application that received this HTTP request: that of the first engine."""
+    return contexts_of(request)[0]
+
+
+def contexts_of(request: Request) -> Sequence[Context]:
+    """Return the contexts of all engines, the first one's first."""
+    return request.app.state.contexts
+
+
+async def chosen_context(request: Request, name: str | None, *tasks: Task) -> tuple[Context, str]:
+    """Return the context of the engine that a body's `model` names, and the adapter (`ServingModel.adapter_of`).
+
+    Must be each body's first check. Without a name it is the first engine. Raises ApiError for an unknown name, or
+    if the model is served for none of `tasks`; without tasks it may be served for any.
+    """
+    contexts = contexts_of(request)
+
+    def find() -> tuple[Context, str]:
+        context = choose_context(contexts, name)
+        adapter = context.model.adapter_of(name)
+        if tasks:
+            context.model.check_task(tasks)
+        return context, adapter
+
+    return await contexts[0].session.wait_for(find)
+
+
+def choose_context(contexts: Sequence[Context], name: str | None) -> Context:
+    """Return the context whose model or adapter has this name; of a single engine its own. May block.
+
+    Raises ApiError (404) for a name that none of several engines has.
+    """
+    if name is None or len(contexts) == 1:
+        return contexts[0]
+    for context in contexts:  # before the adapters of any engine are listed
+        if name in context.model.known_names():
+            return context
+    for context in contexts:
+        if context.model.has_adapter(name):
+            return context
+    known = ", ".join(name for context in contexts for name in context.model.known_names())
+    raise unknown_model(name, known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +115,18 @@ class Envelope:
             "choices": choices,
             **more,
         }
+
+
+def refuse_other_sites(request: Request) -> None:
+    """Raise ApiError for a request of a web page that the server does not know.
+
+    For routes whose requests have no JSON body: browsers send such requests without asking the server.
+    """
+    origin = request.headers.get("origin")
+    is_foreign = request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
+    allowed = context_of(request).model.options.cors_origins
+    if origin is not None and is_foreign and origin not in allowed and "*" not in allowed:
+        raise ApiError(f"requests from {origin[:80]} are not allowed here (--allowed-origins)", 403)
 
 
 def open_stream(

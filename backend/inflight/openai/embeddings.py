@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from inflight.core.request.response import SequenceResult
 from inflight.openai.bodies import body_as
-from inflight.openai.context import context_of
+from inflight.openai.context import chosen_context
 from inflight.openai.errors import invalid
 from inflight.openai.last_positions import (
     POOLED,
@@ -37,8 +37,7 @@ async def create_embeddings(
     body: Annotated[EmbeddingBody, body_as(EmbeddingBody)], request: Request
 ) -> Response:
     """Return the embedding of each text."""
-    context = context_of(request)
-    adapter = await context.adapter_of(body.model, Task.EMBED)
+    context, adapter = await chosen_context(request, body.model, Task.EMBED)
     prepared = await context.session.compute(partial(_prepare, context.model, body, adapter))
     take = partial(_embedding, body.dimensions, context.model.pooling().normalizes)
     found = await compute(context, request, prepared, take)

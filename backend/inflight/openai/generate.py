@@ -19,7 +19,7 @@ from inflight.core.request.response import TopLogProbs
 from inflight.openai.answers import Piece
 from inflight.openai.bodies import body_as
 from inflight.openai.completions import prepare_completion
-from inflight.openai.context import answer_stream, answer_whole, context_of
+from inflight.openai.context import answer_stream, answer_whole, chosen_context
 from inflight.openai.errors import ApiError, renamed_errors, unsupported, validation_error
 from inflight.openai.log_probs import chat_log_probs, finite, prompt_log_probs_json
 from inflight.openai.prepared_body import PreparedBody
@@ -96,8 +96,7 @@ class GenerateBody(Body):
 @router.post("/inference/v1/generate")
 async def generate(body: Annotated[GenerateBody, body_as(GenerateBody)], request: Request) -> Response:
     """Continue the prompt's ids `n` times."""
-    context = context_of(request)
-    adapter = await context.adapter_of(body.model, Task.GENERATE)
+    context, adapter = await chosen_context(request, body.model, Task.GENERATE)
     with renamed_errors(_rename):
         prepared = await context.session.compute(partial(_prepare, context.model, body, adapter))
         writer = _GenerateWriter(

@@ -44,6 +44,7 @@ from inflight.core.request.engine_description import EngineDescription
 from inflight.core.request.handle import RequestHandle
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response, SequenceResult
+from inflight.core.request.sleep import SleepAction
 from inflight.core.request.stop import FINISH_REASON_OF_STOP, StopReason
 from inflight.endpoint.delivery import pass_on
 from inflight.errors import (
@@ -168,6 +169,10 @@ class KServeEngineClient:
         text = json.dumps({key: value for key, value in said.items() if value} | _task_id(command))
         told = self._call(self._ask_text("lora_command", _as_text(text), "adapters"), timeout_s)
         return tuple(AdapterState(**each) for each in json.loads(told)["adapters"])
+
+    def sleep(self, action: SleepAction, timeout_s: float) -> bool:
+        """Raise Unsupported, because KServe's protocol has no such command."""
+        raise Unsupported("an engine behind a tritonserver on another host is not made to sleep here")
 
     def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
         """Raise Unsupported, because KServe's protocol cannot transmit reports."""

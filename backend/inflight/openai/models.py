@@ -7,7 +7,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from inflight.openai.context import context_of
+from inflight.errors import Unavailable
+from inflight.openai.context import contexts_of
 from inflight.openai.errors import ApiError
 from inflight.openai.serving_model import ServingModel
 
@@ -18,18 +19,38 @@ _STARTED = int(time.time())
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
     """Return the model and its adapters, by all names that a body's field `model` may have."""
-    context = context_of(request)
-    return {"object": "list", "data": await context.session.wait_for(lambda: _models(context.model))}
+    return {"object": "list", "data": await _listed(request)}
 
 
 @router.get("/v1/models/{name:path}")
 async def get_model(name: str, request: Request) -> dict[str, Any]:
     """Return one model or adapter."""
-    context = context_of(request)
-    for model in await context.session.wait_for(lambda: _models(context.model)):
+    for model in await _listed(request):
         if model["id"] == name:
             return model
     raise ApiError(f"the model {name[:200]!r} does not exist", 404, "model", "model_not_found")
+
+
+async def _listed(request: Request) -> list[dict[str, Any]]:
+    """Return the models and adapters of all engines that can be reached; raise Unavailable if none can."""
+    contexts = contexts_of(request)
+
+    def find() -> list[dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        away: Unavailable | None = None
+        for context in contexts:
+            try:
+                listed = _models(context.model)
+            except Unavailable as error:
+                away = away or error
+                continue
+            for model in listed:
+                found.setdefault(model["id"], model)
+        if away is not None and not found:
+            raise away
+        return list(found.values())
+
+    return await contexts[0].session.wait_for(find)
 
 
 def _models(model: ServingModel) -> list[dict[str, Any]]:

@@ -22,6 +22,10 @@ MAX_TOKEN_IDS = 1 << 15
 """Largest number of token ids in a body's biases or end ids."""
 MAX_ID_LENGTH = 256
 """Largest number of characters of a request's id, which every chunk of its answer repeats."""
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
+"""A client's own texts about an object that is kept, within OpenAI's bounds: 16 pairs of 64 and 512 characters."""
 _MAX_VARIABLES = 64  # largest number of chat_template_kwargs
 
 # Validation of a list ends at its first invalid item. Otherwise pydantic would make an error for every item
@@ -397,7 +401,7 @@ class BatchBody(Body):
     input_file_id: str
     endpoint: str
     completion_window: Literal["24h"]
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
 
 
 class TokenizeBody(Body):

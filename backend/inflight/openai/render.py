@@ -16,7 +16,7 @@ from inflight.core.request.guide import GuideKind
 from inflight.openai.bodies import body_as
 from inflight.openai.chat_completions import prepare_chat
 from inflight.openai.completions import prepare_completion
-from inflight.openai.context import context_of
+from inflight.openai.context import chosen_context
 from inflight.openai.errors import unsupported
 from inflight.openai.prepared_body import PreparedBody
 from inflight.openai.protocol import ChatBody, CompletionBody, SamplingBody, SamplingFields
@@ -37,8 +37,7 @@ _FIELD_OF_GUIDE = {
 @router.post("/v1/chat/completions/render")
 async def render_chat(body: Annotated[ChatBody, body_as(ChatBody)], request: Request) -> Response:
     """Return the body for /inference/v1/generate that has the same answers as the chat."""
-    context = context_of(request)
-    adapter = await context.adapter_of(body.model, Task.GENERATE)
+    context, adapter = await chosen_context(request, body.model, Task.GENERATE)
     _refuse_beams(body)
     if picture_urls(body.messages):
         raise unsupported(
@@ -54,8 +53,7 @@ async def render_completion(
     body: Annotated[CompletionBody, body_as(CompletionBody)], request: Request
 ) -> Response:
     """Return for each prompt the body for /inference/v1/generate that has the same answers."""
-    context = context_of(request)
-    adapter = await context.adapter_of(body.model, Task.GENERATE)
+    context, adapter = await chosen_context(request, body.model, Task.GENERATE)
     _refuse_beams(body)
     prepared = await context.session.compute(partial(prepare_completion, context.model, body, adapter))
     places = range(len(prepared.prompts))

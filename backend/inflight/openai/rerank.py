@@ -20,7 +20,7 @@ from starlette.responses import Response
 from inflight.core.request.request import OutputOptions
 from inflight.core.request.response import SequenceResult
 from inflight.openai.bodies import body_as
-from inflight.openai.context import context_of
+from inflight.openai.context import chosen_context, context_of
 from inflight.openai.errors import ApiError, invalid, unsupported
 from inflight.openai.last_positions import (
     POOLED,
@@ -110,8 +110,7 @@ def _paired(body: ScoreBody) -> list[tuple[str, str]]:
 
 
 async def _scores(request: Request, pairs: _Pairs) -> tuple[PreparedPrompts, list[float]]:
-    context = context_of(request)
-    adapter = await context.adapter_of(pairs.body.model, Task.RERANK, Task.CLASSIFY)
+    context, adapter = await chosen_context(request, pairs.body.model, Task.RERANK, Task.CLASSIFY)
     prepared, take = await context.session.compute(partial(_prepare, context.model, pairs, adapter))
     return prepared, await compute(context, request, prepared, take)
 

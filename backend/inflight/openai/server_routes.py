@@ -5,6 +5,7 @@ Also registers OpenAI's routes that are not supported; each returns an error wit
 
 from __future__ import annotations
 
+import contextlib
 import time
 import urllib.error
 import urllib.request
@@ -15,7 +16,7 @@ from starlette.responses import Response
 from inflight.core.ports import EngineClient
 from inflight.core.report.reports import ReportKind
 from inflight.errors import InflightError, Unavailable, Unsupported
-from inflight.openai.context import context_of
+from inflight.openai.context import context_of, contexts_of
 from inflight.openai.errors import ApiError
 from inflight.openai.metric_aliases import vllm_aliases
 from inflight.openai.serving_model import ServingModel
@@ -58,9 +59,17 @@ _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """Return 200 while the engine can be reached, else 503."""
-    context = context_of(request)
-    await context.session.wait_for(context.model.describe)
+    """Return 200 while an engine can be reached, else 503."""
+    contexts = contexts_of(request)
+
+    def find() -> None:
+        for context in contexts[:-1]:
+            with contextlib.suppress(Unavailable):
+                context.model.describe()
+                return
+        contexts[-1].model.describe()
+
+    await contexts[0].session.wait_for(find)
     return Response()
 
 

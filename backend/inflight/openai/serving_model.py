@@ -20,12 +20,14 @@ from inflight.classification import ClassificationHead, read_classification_head
 from inflight.core.ports import EngineClient
 from inflight.core.request.adapter_command import AdapterAction, AdapterCommand, AdapterState
 from inflight.core.request.engine_description import EngineDescription
-from inflight.errors import Unavailable, Unsupported, without_places
+from inflight.core.request.sleep import SleepAction
+from inflight.errors import ConfigError, Unavailable, Unsupported, without_places
 from inflight.file_names import native
 from inflight.openai.errors import ApiError, unsupported
 from inflight.openai.options import OpenAiOptions
 from inflight.pooling import Pooling, Task, find_task, read_pooling
 from inflight.serving.chat.template import ChatTemplate, load_chat_template
+from inflight.serving.chat.template_files import DEFAULT, read_template_files
 from inflight.serving.completion_text import TokenizerFinder
 from inflight.text.text_encoder import TextEncoder
 from inflight.text.tokenizer import Tokenizer
@@ -35,6 +37,7 @@ _log = logging.getLogger(__name__)
 
 _ADAPTERS_TIMEOUT_S = 10.0
 _COMMAND_TIMEOUT_S = 60.0
+_SLEEP_TIMEOUT_S = 10.0
 _ADAPTERS_FRESH_S = 1.0
 """Seconds for which a listed adapter is assumed to exist. If it no longer does, the engine refuses the request."""
 _ROUTES = {
@@ -85,6 +88,12 @@ class ServingModel:
                 if self._failed_s - begun_s > _SLOW_S:
                     self._failure = error
                 raise
+
+    def check_awake(self) -> None:
+        """Raise Unavailable if the engine cannot be reached or sleeps. May block."""
+        is_asleep = self.describe().sleep_enabled and self._client.sleep(SleepAction.ASK, _SLEEP_TIMEOUT_S)
+        if is_asleep:
+            raise Unavailable("the engine sleeps")
 
     def load(self) -> None:
         """Read the files of the engine's present checkpoint, and log defects of its chat template.
@@ -149,13 +158,22 @@ class ServingModel:
             adapters = self._adapters
         if model in adapters:  # an adapter that failed is loaded again, and the engine reports the reason
             return model
-        known = ", ".join((*self.names, *(name for name, is_usable in adapters.items() if is_usable)))
-        raise ApiError(
-            f"the model {model[:200]!r} does not exist; this server has {known}",
-            404,
-            "model",
-            "model_not_found",
-        )
+        known = (*self.names, *(name for name, is_usable in adapters.items() if is_usable))
+        raise unknown_model(model, ", ".join(known))
+
+    def has_adapter(self, name: str) -> bool:
+        """Return whether a body's `model` may name this adapter; not of an engine that is away. May block."""
+        try:
+            return bool(self.adapter_of(name))
+        except (ApiError, Unavailable):
+            return False
+
+    def known_names(self) -> tuple[str, ...]:
+        """Return the names of the model; none of an engine that was never reached. May block."""
+        try:
+            return self.names
+        except Unavailable:
+            return ()
 
     def check_task(self, wanted: Collection[Task]) -> None:
         """Raise ApiError unless the model is served for one of the tasks `wanted`."""
@@ -205,6 +223,21 @@ class ServingModel:
             )
         return template
 
+    def tokenizer_info(self) -> dict[str, str | None]:
+        """Return the texts of special tokens and the chat template, by transformers' names for them.
+
+        Reads files. Raises Unsupported if there is no tokenizer, ApiError if the template cannot be read.
+        """
+        tokenizer, description = self.tokenizer(), self.describe()
+        try:
+            files = read_template_files(description.tokenizer_dir, self.options.chat_template)
+        except ConfigError as error:
+            raise _template_error(str(error)) from None
+        info: dict[str, str | None] = {**files.special_tokens, "chat_template": files.sources.get(DEFAULT)}
+        for end_id in description.eos_token_ids[:1]:
+            info.setdefault("eos_token", tokenizer.decode([end_id], skip_special_tokens=False))
+        return info
+
     def reasoning_parser(self) -> str:
         """Return the name of the parser of the model's reasoning, "" for none; raises as `chat_template` does."""
         return chosen_parser(self.options.reasoning_parser, self.chat_template().reasoning_style)
@@ -234,6 +267,12 @@ class ServingModel:
         return loaded
 
 
+def unknown_model(name: str, known: str) -> ApiError:
+    """Return the error for a body's `model` that is none of the `known` names."""
+    message = f"the model {name[:200]!r} does not exist; this server has {known}"
+    return ApiError(message, 404, "model", "model_not_found")
+
+
 def chosen_parser(option: str, of_template: str) -> str:
     """Return the parser that an option names; "" for none.
 
@@ -244,6 +283,16 @@ def chosen_parser(option: str, of_template: str) -> str:
     if option == "auto":
         return of_template
     return "" if option == "none" else option
+
+
+def _template_error(problem: str) -> ApiError:
+    return ApiError(
+        f"chats cannot be answered: {without_places(problem)}. Start the server with --chat-template FILE, or "
+        "send a prompt to /v1/completions",
+        500,
+        None,
+        "chat_template_error",
+    )
 
 
 class _CheckpointFiles:
@@ -296,7 +345,7 @@ class _CheckpointFiles:
             try:
                 self._template = load_chat_template(folder, self._template_file)
             except Exception as error:  # whatever the error, completions work without a template
-                self._problem = without_places(str(error))
+                self._problem = str(error)
                 _log.error("chats will be refused: %s", error)
             template = self._template
             if template is not None and template.takes_tools and not template.style and self._finds_calls:
@@ -313,13 +362,7 @@ class _CheckpointFiles:
     def template(self) -> ChatTemplate | None:
         self.tokenizer()  # raises the reason if there is no tokenizer
         if self._problem is not None:
-            raise ApiError(
-                f"chats cannot be answered: {self._problem}. Start the server with --chat-template FILE, or send "
-                "a prompt to /v1/completions",
-                500,
-                None,
-                "chat_template_error",
-            )
+            raise _template_error(self._problem)
         return self._template
 
     def token_bytes(self) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, compatible with vLLM. These routes need no slot in the engine."""
+"""/tokenize, /detokenize and /tokenizer_info, compatible with vLLM. These routes need no slot in the engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from inflight.openai.bodies import body_as
 from inflight.openai.chat_prompts import render_messages
-from inflight.openai.context import context_of
+from inflight.openai.context import chosen_context
 from inflight.openai.errors import invalid, unsupported
 from inflight.openai.protocol import DetokenizeBody, TokenizeBody
 from inflight.openai.serving_model import ServingModel
@@ -22,18 +22,23 @@ router = APIRouter()
 @router.post("/tokenize")
 async def tokenize(body: Annotated[TokenizeBody, body_as(TokenizeBody)], request: Request) -> Response:
     """Return the token ids of a prompt, or of a chat's messages."""
-    context = context_of(request)
-    await context.adapter_of(body.model)
+    context, _ = await chosen_context(request, body.model)
     return await context.session.compute(lambda: JsonAnswer(_tokenize(context.model, body)))
 
 
 @router.post("/detokenize")
 async def detokenize(body: Annotated[DetokenizeBody, body_as(DetokenizeBody)], request: Request) -> Response:
     """Return the text of token ids, special tokens included."""
-    context = context_of(request)
-    await context.adapter_of(body.model)
+    context, _ = await chosen_context(request, body.model)
 
     return await context.session.compute(lambda: JsonAnswer(_detokenize(context.model, body)))
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> Response:
+    """Return the texts of special tokens and the chat template, for clients that render chats themselves."""
+    context, _ = await chosen_context(request, None)
+    return await context.session.compute(lambda: JsonAnswer(context.model.tokenizer_info()))
 
 
 def _detokenize(model: ServingModel, body: DetokenizeBody) -> dict[str, Any]:

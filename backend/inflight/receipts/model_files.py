@@ -76,6 +76,16 @@ class ModelFiles:
             for name, (path, version) in self._files.items()
         }
 
+    def changed(self) -> str:
+        """Return the name of a file that was changed or removed since this object was made; "" if none was."""
+        for name, (path, version) in self._files.items():
+            try:
+                if _FileState.of(path) != version:
+                    return name
+            except OSError:
+                return name
+        return ""
+
     def _digest(
         self, name: str, path: Path, version: _FileState, trusts_cache: bool, is_closed: Callable[[], bool]
     ) -> str:

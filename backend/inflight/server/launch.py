@@ -398,14 +398,15 @@ class TritonServer:
         return leader if ranks.num_ranks_around() == 1 else None
 
     def _make_openai(self) -> OpenAiProcess | None:
-        """Make the OpenAI endpoint for `tensorrt_llm`, or if it is no engine, for the first engine.
+        """Make the OpenAI endpoint for all engines that do not draft, `tensorrt_llm` first.
 
         Returns None without engines.
         """
-        engines, options = self.repository.endpoints, self._options
+        endpoints, options = self.repository.endpoints, self._options
+        engines = [name for name in endpoints if name not in self.repository.drafts]
+        engines.sort(key=lambda name: name != _MAIN_ENGINE)
         if self.ports.openai is None or not engines:
             return None
-        engine = _MAIN_ENGINE if _MAIN_ENGINE in engines else next(iter(engines))
         wanted = replace(
             options.openai,
             host=options.host,
@@ -413,17 +414,22 @@ class TritonServer:
             metrics_url=f"http://{self._address}:{self.ports.metrics}/metrics",
             pictures=self._pictures and self._pictures.socket,
         )
-        find_socket = partial(self._engine_socket, engine, engines[engine])
+        find_sockets = partial(self._engine_sockets, {name: endpoints[name] for name in engines})
         drain_s = self._drain_timeout_s()
         timeout_s = int(drain_s + _SENDING_SHARE * (options.exit_timeout_s - drain_s))
-        return OpenAiProcess(wanted, find_socket, self._folder, timeout_s, self._echo)
+        return OpenAiProcess(wanted, find_sockets, self._folder, timeout_s, self._echo)
 
-    def _engine_socket(self, engine: str, endpoint: str) -> Path | None:
-        """Return the path of an engine's socket; None until tritonserver's process id is known."""
-        if endpoint:
-            return Path(endpoint)
+    def _engine_sockets(self, endpoints: Mapping[str, str]) -> list[Path] | None:
+        """Return the paths of the engines' sockets; None until tritonserver's process id is known."""
         pid = runtime_directory.read_pid(self._folder)
-        return None if pid is None else Path(endpoint_path(pid, engine, str(self._folder)))
+        sockets: list[Path] = []
+        for engine, endpoint in endpoints.items():
+            if not endpoint:
+                if pid is None:
+                    return None
+                endpoint = endpoint_path(pid, engine, str(self._folder))
+            sockets.append(Path(endpoint))
+        return sockets
 
     def _make_environment(self) -> dict[str, str]:
         """Return the environment of tritonserver; in leader mode, of mpirun and the workers."""

@@ -5,7 +5,7 @@ the models load, and keeps running when an engine is unloaded.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -18,7 +18,7 @@ class OpenAiProcess(KeptProcess):
 
     Args:
         options: Options of the endpoint; its port must be free.
-        find_socket: Function that returns the path of the engine's socket; None while it is not known.
+        find_sockets: Function that returns the paths of the engines' sockets; None while they are not known.
         folder: The server's folder.
         exit_timeout_s: How many seconds requests in flight may continue at the end.
         echo: Stream for the process's output.
@@ -27,14 +27,14 @@ class OpenAiProcess(KeptProcess):
     def __init__(
         self,
         options: OpenAiOptions,
-        find_socket: Callable[[], Path | None],
+        find_sockets: Callable[[], Sequence[Path] | None],
         folder: Path,
         exit_timeout_s: int,
         echo: TextIO | None,
     ) -> None:
         super().__init__("the OpenAI endpoint", folder, echo)
         self._options = options
-        self._find_socket = find_socket
+        self._find_sockets = find_sockets
         self._exit_timeout_s = exit_timeout_s
 
     @property
@@ -44,10 +44,11 @@ class OpenAiProcess(KeptProcess):
         return f"{scheme}://{self._options.host}:{self._options.port}"
 
     def _arguments(self) -> tuple[str, ...] | None:
-        engine = self._find_socket()
-        if engine is None:
+        engines = self._find_sockets()
+        if engines is None:
             return None
-        place = ("--engine-endpoint", str(engine), "--exit-timeout", str(self._exit_timeout_s))
+        sockets = (part for engine in engines for part in ("--engine-endpoint", str(engine)))
+        place = (*sockets, "--exit-timeout", str(self._exit_timeout_s))
         key_file = ("--api-key-file", "/dev/stdin") if self._options.api_keys else ()
         return ("-m", "inflight.openai", *place, *to_arguments(self._options), *key_file)
 

@@ -147,7 +147,7 @@ DIFFERENT: Mapping[str, str] = {
     "--kv-cache-dir DIR saves them in files",
     "--cpu-offload-gb": "not supported: all weights are on the device",
     "--calculate-kv-scales": "nothing to set: with --set kv_cache_dtype=fp8 each token and head has its own scale",
-    "--enable-sleep-mode": "not supported: take --model-control explicit, with which requests unload models",
+    "--enable-sleep-mode": "take --set enable_sleep_mode=true",
     # the batch
     "--scheduling-policy": "nothing to set: the priority of a request always counts",
     "--max-num-partial-prefills": "take --set enable_chunked_context=true and --set max_num_tokens=N",

@@ -41,6 +41,7 @@ WEIGHTS = "weights"
 ENGINE_DIR = "tensorrt_engine_dir"
 ENGINE_NAME = "tensorrt_llm_model_name"
 ENGINE_ENDPOINT = "engine_endpoint"
+DRAFT_NAME = "tensorrt_llm_draft_model_name"
 RECORD_PATH, RECEIPT_KEY_FILE = "record_path", "receipt_key_file"
 POST_PROCESSORS = "logits_post_processor_module"
 SPECULATIVE_DECODING_MODE = "speculative_decoding_mode"
@@ -106,6 +107,7 @@ class RuntimeRepository:
         checkpoint: Checkpoints that the engines serve, separated by commas; None without engines.
         launches: How the ranks of each engine are started.
         endpoints: Path of each engine's socket, by model; "" if the engine chooses it.
+        drafts: Engines that guess tokens for another one.
     """
 
     path: Path
@@ -113,6 +115,7 @@ class RuntimeRepository:
     checkpoint: str | None
     launches: tuple[ranks.Launch, ...] = ()
     endpoints: Mapping[str, str] = field(default_factory=dict[str, str])
+    drafts: frozenset[str] = frozenset()
 
 
 def default_repository() -> Path:
@@ -187,6 +190,7 @@ def assemble(
         _checkpoints(filled),
         launches,
         {model: path if is_filled(path) else "" for model, path in endpoints.items()},
+        frozenset(known[DRAFT_NAME] for known in filled.values() if is_filled(known.get(DRAFT_NAME, ""))),
     )
 
 

@@ -54,7 +54,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         *("normalize_log_probs", "max_repeated_logits_bytes", "additional_model_outputs"),
         *("add_special_tokens", "skip_special_tokens", "accumulate_tokens", "ignored_request_parameters"),
         *("prompt_embedding_table_data_type", "logits_post_processor_module", "cancellation_check_period_ms"),
-        *("receipt_key_file", "otlp_traces_endpoint"),
+        *("receipt_key_file", "otlp_traces_endpoint", "enable_sleep_mode"),
     ),
     "LoRA adapters": (
         *("lora_adapters", "lora_dir", "lora_prefetch_dir", "enable_adapter_commands"),

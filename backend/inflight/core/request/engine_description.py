@@ -114,6 +114,7 @@ class EngineDescription:
         dtype: Type of the weights: float32, bfloat16, float16 or int8.
         state_enabled: Whether front ends answer `state` requests in full.
         adapter_commands_enabled: Whether `lora_command` requests are answered.
+        sleep_enabled: Whether clients may make the engine sleep.
     """
 
     limits: ModelLimits
@@ -125,3 +126,4 @@ class EngineDescription:
     dtype: str = "float32"
     state_enabled: bool = False
     adapter_commands_enabled: bool = False
+    sleep_enabled: bool = False

@@ -29,6 +29,10 @@ URLS = (
     "/v1/score",
 )
 """Routes that a line of a batch may name; each takes the field `priority`."""
+MAX_LINE_BYTES = 64 << 20
+"""Longest line of an input in bytes, without its end: the memory that a request may take before it is sent."""
+MAX_CUSTOM_ID = 512
+"""Longest custom_id in characters. Those of a whole batch are in memory."""
 LOWEST_PRIORITY = (1 << 31) - 1
 """Value of the field `priority` with which all other requests start first."""
 # Stored responses of a batch would displace those that clients keep.
@@ -132,7 +136,7 @@ def read_requests(file: BinaryIO, url: str | None = None) -> Iterator[BatchReque
         url: The only route that lines may name; None: any of `URLS`.
     """
     places: dict[str, int] = {}
-    for number, raw in enumerate(file, 1):
+    for number, raw in enumerate(_lines(file), 1):
         if not raw.strip():
             continue
         request = _request(number, raw, URLS if url is None else (url,))
@@ -144,6 +148,17 @@ def read_requests(file: BinaryIO, url: str | None = None) -> Iterator[BatchReque
         yield request
     if not places:
         raise BadBatchLine(None, None, "the file has no requests", "empty_file")
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file; raise BadBatchLine at the first one that is too long, before its end is read."""
+    number = 0
+    while raw := file.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        if len(raw) > MAX_LINE_BYTES and not raw.endswith(b"\n"):
+            message = f"the line is longer than {MAX_LINE_BYTES} bytes, the most that is accepted"
+            raise BadBatchLine(number, None, message, "line_too_long")
+        yield raw
 
 
 def _request(number: int, raw: bytes, urls: tuple[str, ...]) -> BatchRequest:
@@ -166,6 +181,11 @@ def _request(number: int, raw: bytes, urls: tuple[str, ...]) -> BatchRequest:
     custom_id, method, url, body = (line[field] for field in _FIELDS)
     if not isinstance(custom_id, str) or not custom_id:
         raise bad("custom_id", f"custom_id is {_shown(custom_id)}, expected a text")
+    if len(custom_id) > MAX_CUSTOM_ID:
+        message = (
+            f"custom_id is {_shown(custom_id)}, {len(custom_id)} characters, expected at most {MAX_CUSTOM_ID}"
+        )
+        raise bad("custom_id", message)
     if method != "POST":
         raise bad("method", f'method is {_shown(method)}, expected "POST"')
     if url not in urls:

@@ -15,7 +15,7 @@ from inflight.openai.batches.jobs import BatchJobs
 from inflight.openai.batches.lines import URLS
 from inflight.openai.batches.record import BatchRecord
 from inflight.openai.bodies import body_as
-from inflight.openai.context import context_of
+from inflight.openai.context import refuse_other_sites
 from inflight.openai.errors import ApiError, invalid
 from inflight.openai.listing import is_ascending, page_of
 from inflight.openai.protocol import BatchBody
@@ -37,7 +37,7 @@ _MAX_NAME = 255
 async def create_file(request: Request) -> Response:
     """Keep an uploaded file of requests."""
     jobs = _jobs(request)
-    _refuse_other_sites(request)
+    refuse_other_sites(request)
     declared = request.headers.get("content-length", "")
     if not declared.isdecimal():
         raise ApiError("an upload needs the header Content-Length", 411)
@@ -197,12 +197,3 @@ def _upload_of(form: FormData) -> UploadFile:
     if not isinstance(upload, UploadFile):
         raise invalid("file", "file is missing: expected a part with a file name")
     return upload
-
-
-def _refuse_other_sites(request: Request) -> None:
-    """Raise ApiError for a form of a web page that the server does not know: browsers send it without asking."""
-    origin = request.headers.get("origin")
-    is_foreign = request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
-    allowed = context_of(request).model.options.cors_origins
-    if origin is not None and is_foreign and origin not in allowed and "*" not in allowed:
-        raise ApiError(f"uploads from {origin[:80]} are not allowed (--allowed-origins)", 403)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from inflight.openai.bodies import body_as
 from inflight.openai.chat_completions import prepare_chat
 from inflight.openai.chat_prompts import ChatPrompt, read_chat
-from inflight.openai.context import answer_stream, answer_whole, context_of
+from inflight.openai.context import answer_stream, answer_whole, chosen_context
 from inflight.openai.errors import renamed_errors
 from inflight.openai.messages.answers import MessageStream, MessageWriter
 from inflight.openai.messages.conversion import convert
@@ -28,8 +28,7 @@ router = APIRouter()
 @router.post("/v1/messages")
 async def create_message(body: Annotated[MessagesBody, body_as(MessagesBody)], request: Request) -> Response:
     """Generate an answer to the messages."""
-    context = context_of(request)
-    adapter = await context.adapter_of(body.model, Task.GENERATE)
+    context, adapter = await chosen_context(request, body.model, Task.GENERATE)
     chat = await context.session.compute(partial(convert, context.model, body))
     with renamed_errors(chat.rename):
         # As a default, the length is reduced to what fits, as by Anthropic's models.
@@ -47,8 +46,7 @@ async def count_tokens(
     body: Annotated[CountTokensBody, body_as(CountTokensBody)], request: Request
 ) -> Response:
     """Count the tokens of the messages. Needs no slot in the engine."""
-    context = context_of(request)
-    await context.adapter_of(body.model)
+    context, _ = await chosen_context(request, body.model)
     chat = await context.session.compute(partial(convert, context.model, body))
     with renamed_errors(chat.rename):
         prompt, count = await context.session.compute(partial(_count_text, context.model, chat.body))

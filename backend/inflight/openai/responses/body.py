@@ -12,7 +12,7 @@ from pydantic import Field
 
 from inflight.openai.control_fields import BodyControls
 from inflight.openai.errors import ApiError, invalid, unsupported, validation_error
-from inflight.openai.protocol import MAX_INT32, Body, ChatBody, Objects, StreamOptions, Texts
+from inflight.openai.protocol import MAX_INT32, Body, ChatBody, Metadata, Objects, StreamOptions, Texts
 from inflight.openai.responses.items import Item, read_messages
 
 LOG_PROBS = "message.output_text.logprobs"
@@ -82,7 +82,7 @@ class ResponseBody(Body, BodyControls):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_INT32)
     include: Texts = Field(default_factory=list)
     truncation: Literal["auto", "disabled"] = "disabled"
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     store: bool = True
     stream: bool = False
     stream_options: StreamOptions | None = None

@@ -18,7 +18,7 @@ from inflight.openai.answers import Piece
 from inflight.openai.bodies import body_as
 from inflight.openai.chat_completions import prepare_chat
 from inflight.openai.chat_prompts import ChatPrompt
-from inflight.openai.context import Context, answer_stream, answer_whole, context_of
+from inflight.openai.context import Context, answer_stream, answer_whole, chosen_context
 from inflight.openai.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, invalid, renamed_errors, unsupported
 from inflight.openai.listing import is_ascending, page_of
 from inflight.openai.prepared_body import PreparedBody
@@ -46,8 +46,8 @@ _JSON = msgspec.json.Encoder()
 @router.post("/v1/responses")
 async def create_response(body: Annotated[ResponseBody, body_as(ResponseBody)], request: Request) -> Response:
     """Generate a response to the input."""
-    context, kept, owner = context_of(request), _kept(request), _owner(request)
-    adapter = await context.adapter_of(body.model, Task.GENERATE)
+    kept, owner = _kept(request), _owner(request)
+    context, adapter = await chosen_context(request, body.model, Task.GENERATE)
     before = _conversation(kept, owner, body.previous_response_id)
     chat, own = await context.session.compute(partial(_read, body, before))
     running = _CancellableRequest(request)

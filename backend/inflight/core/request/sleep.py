@@ -1,0 +1,17 @@
+"""The commands that make an engine sleep and wake it. Pure."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class SleepAction(Enum):
+    """A command about an engine's sleep; its answer says whether the engine sleeps afterwards.
+
+    ASK changes nothing. SLEEP finishes the requests in flight, refuses new ones, and gives back the memory of
+    weights and KV cache. WAKE_UP loads the model again.
+    """
+
+    ASK = "ask"
+    SLEEP = "sleep"
+    WAKE_UP = "wake_up"

@@ -1,0 +1,100 @@
+"""Give back the memory of an idle engine's model, and load the model again. Any thread except the loop thread."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from inflight.errors import ConfigError
+from inflight.serving.memory import return_free_memory
+
+if TYPE_CHECKING:
+    from inflight.config import Parameters
+    from inflight.core.ports import Engine
+    from inflight.core.schedule.batch import EngineLimits
+    from inflight.load_model import LoadedModel
+    from inflight.receipts.model_files import ModelFiles
+
+
+@dataclass(frozen=True, slots=True)
+class ReloadedModel:
+    """Implements `inflight.core.ports.ModelMemory`: the checkpoint's files are the copy of the weights.
+
+    Attributes:
+        limits: The engine's limits, which hold for the model that is loaded again, too.
+        files: The model's files, as they were when the model was loaded.
+        close_engine: Closes the loop's engine between two iterations.
+        replace_engine: Gives the loop another engine.
+        load_again: Loads the model.
+    """
+
+    limits: EngineLimits
+    files: ModelFiles
+    close_engine: Callable[[], None]
+    replace_engine: Callable[[Engine], None]
+    load_again: Callable[[], LoadedModel]
+
+    def release(self) -> None:
+        """Close the engine, and return its memory to the device and the system. No request may be active."""
+        self.close_engine()
+        _collect_all()
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        return_free_memory()
+
+    def load(self) -> None:
+        """Load the model, and give the loop its engine.
+
+        Raises:
+            ConfigError: The model cannot be loaded: its files have changed, or there is too little memory.
+        """
+        changed = self.files.changed()
+        if changed:
+            raise ConfigError(
+                f"{changed} was changed while the engine slept: start the server again to serve the new files"
+            )
+        engine = self.load_again().engine
+        if not _fits(self.limits, engine.limits):
+            engine.close()
+            raise ConfigError(
+                f"there is too little memory for what the engine had: {self.limits.num_blocks} KV blocks and "
+                f"{self.limits.num_adapter_pages} pages of adapters, and now {engine.limits.num_blocks} and "
+                f"{engine.limits.num_adapter_pages}"
+            )
+        self.replace_engine(engine)
+
+
+def _collect_all() -> None:
+    """Make a garbage collection that visits exempted objects, too, and exempt them again.
+
+    The import of torch leaves garbage that refers to stack frames, and so to the model that was loaded in them.
+    This garbage is exempted from collections (`inflight.processes.without_collection`).
+    """
+    are_exempted = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    gc.collect()
+    if are_exempted:
+        gc.freeze()
+
+
+def with_same_blocks(parameters: Parameters, limits: EngineLimits) -> Parameters:
+    """Return the parameters with which a model gets as many KV blocks as `limits` has, if there is memory."""
+    engine = replace(
+        parameters.engine,
+        max_tokens_in_paged_kv_cache=limits.num_blocks * limits.tokens_per_block,
+        kv_cache_free_gpu_mem_fraction=1.0,
+        kv_cache_free_cpu_mem_fraction=1.0,
+        kv_cache_host_memory_bytes=0,
+    )
+    return replace(parameters, engine=engine)
+
+
+def _fits(old: EngineLimits, new: EngineLimits) -> bool:
+    """Return whether a scheduler made for the limits `old` can use an engine with the limits `new`."""
+    has_room = new.num_blocks >= old.num_blocks and new.num_adapter_pages >= old.num_adapter_pages
+    counts = {"num_blocks": old.num_blocks, "num_adapter_pages": old.num_adapter_pages}
+    return has_room and replace(new, **counts) == old

@@ -1,0 +1,76 @@
+"""/sleep, /wake_up and /is_sleeping, compatible with vLLM. Runs on the event loop.
+
+All are refused unless the operator sets `enable_sleep_mode`.
+"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from inflight.core.request.sleep import SleepAction
+from inflight.errors import Unsupported
+from inflight.openai.context import choose_context, contexts_of, refuse_other_sites
+from inflight.openai.errors import ApiError, invalid
+
+router = APIRouter()
+_LEVELS = ("1", "2")
+_MODES = ("wait",)
+_TAGS = {"weights", "kv_cache"}
+_TIMEOUT_S = 600.0
+"""Seconds to wait for requests in flight, or for the model to load."""
+
+
+@router.post("/sleep")
+async def sleep(request: Request) -> Response:
+    """Finish the requests in flight, refuse new ones, and give back the memory of weights and KV cache."""
+    _check_one_of(request, "level", _LEVELS)
+    _check_one_of(request, "mode", _MODES)
+    await _command(request, SleepAction.SLEEP)
+    return Response()
+
+
+@router.post("/wake_up")
+async def wake_up(request: Request) -> Response:
+    """Load the model again and accept requests."""
+    tags = request.query_params.getlist("tags")
+    if tags and set(tags) != _TAGS:
+        raise invalid(
+            "tags", f"tags is {tags}: weights and kv_cache come back together, so name both, or leave it out"
+        )
+    await _command(request, SleepAction.WAKE_UP)
+    return Response()
+
+
+@router.get("/is_sleeping")
+async def is_sleeping(request: Request) -> Response:
+    """Return whether the engine sleeps: `{"is_sleeping": false}`."""
+    return JSONResponse({"is_sleeping": await _command(request, SleepAction.ASK)})
+
+
+def _check_one_of(request: Request, name: str, allowed: tuple[str, ...]) -> None:
+    value = request.query_params.get(name, allowed[0])
+    if value not in allowed:
+        raise invalid(name, f"{name} is {value[:200]!r}, expected {' or '.join(allowed)}")
+
+
+async def _command(request: Request, action: SleepAction) -> bool:
+    refuse_other_sites(request)
+    contexts, name = contexts_of(request), request.query_params.get("model")
+
+    def run() -> bool:
+        context = choose_context(contexts, name)
+        if not context.model.describe().sleep_enabled:
+            raise ApiError(
+                "this server does not let clients make the engine sleep: start it with --set "
+                "enable_sleep_mode=true",
+                403,
+                None,
+                "sleep_mode_disabled",
+            )
+        try:
+            return context.session.client.sleep(action, _TIMEOUT_S)
+        except Unsupported as error:
+            raise ApiError(str(error), 400, None, "unsupported_engine") from None
+
+    return await contexts[0].session.wait_for(run)

@@ -1,0 +1,212 @@
+"""/sleep, /wake_up and /is_sleeping, on the demo model and on the fake engine."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from inflight.build import RunningEngine, start_engine
+from inflight.errors import ConfigError
+from inflight.load_model import load_model
+from inflight.testing.fake_server import load_fake
+from tests.openai_endpoint.serving import DEMO, DEMO_VOCABULARY, PATIENCE_S, demo_engine, served
+from tests.own_process import run_checks
+from tests.triton.factories import make_parameters
+
+PROMPT = list(range(200, 280))
+SLEEPS = "the engine sleeps, and takes no requests until it is woken (POST /wake_up)"
+
+
+@contextmanager
+def running(load: Any = load_model, **parameters: str) -> Iterator[RunningEngine]:
+    values = {"gpt_model_path": str(DEMO), "dtype": "float32", "enable_sleep_mode": "true", **parameters}
+    engine = start_engine(make_parameters(**values), "", load=load)
+    try:
+        yield engine
+    finally:
+        engine.close(0.0)
+
+
+def post(url: str, route: str) -> httpx.Response:
+    return httpx.post(f"{url}/{route}", timeout=PATIENCE_S)
+
+
+def command(url: str, route: str) -> None:
+    answer = post(url, route)
+    assert (answer.status_code, answer.content) == (200, b""), answer.text
+
+
+def is_sleeping(url: str) -> bool:
+    told: dict[str, bool] = httpx.get(f"{url}/is_sleeping", timeout=PATIENCE_S).json()
+    assert list(told) == ["is_sleeping"]
+    return told["is_sleeping"]
+
+
+def complete(url: str, model: str = "demo", **body: Any) -> Any:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        options = {
+            "max_tokens": 12,
+            "temperature": 0,
+            "extra_body": {"ignore_eos": True, "return_token_ids": True},
+        }
+        return client.completions.create(model=model, prompt=PROMPT, **{**options, **body})
+
+
+def tokens(url: str, model: str = "demo") -> list[int]:
+    found: list[int] = complete(url, model).choices[0].token_ids
+    return found
+
+
+def num_cached(url: str) -> int:
+    return complete(url).usage.prompt_tokens_details.cached_tokens or 0
+
+
+@pytest.mark.parametrize("level", ["", "?level=1", "?level=2&mode=wait"])
+def test_weights_and_cache_are_given_back_and_tokens_are_equal_after_waking(level: str) -> None:
+    with running(enable_kv_cache_reuse="true") as engine, served(engine.client) as url:
+        before = tokens(url)
+        assert num_cached(url) > 0
+        runner: Any = engine._manager._engine.runner
+        held = [weakref.ref(runner.decoder), weakref.ref(runner.cache)]
+        del runner
+        assert not is_sleeping(url)
+        command(url, f"sleep{level}")
+        gc.collect()
+        assert is_sleeping(url) and [each() for each in held] == [None, None]
+        with pytest.raises(openai.InternalServerError) as refused:
+            tokens(url)
+        assert refused.value.status_code == 503 and refused.value.body["message"] == SLEEPS
+        command(url, f"sleep{level}")  # it sleeps already
+        command(url, "wake_up")
+        assert not is_sleeping(url)
+        assert num_cached(url) == 0  # nothing is left of the cache, and its blocks are used again
+        assert tokens(url) == before and num_cached(url) > 0
+        command(url, "wake_up")
+
+
+def test_what_needs_no_weights_is_served_while_the_engine_sleeps() -> None:
+    with running() as engine, served(engine.client) as url:
+        command(url, "sleep")
+        assert httpx.get(f"{url}/health").status_code == 200
+        assert post(url, "v1/load_lora_adapter").status_code == 400
+        assert httpx.post(f"{url}/tokenize", json={"prompt": "a lock"}).json()["count"] > 0
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+            assert [model.id for model in client.models.list().data] == ["demo"]
+
+
+def test_requests_in_flight_finish_and_new_ones_are_refused() -> None:
+    values = {
+        "gpt_model_path": f"vocab={DEMO_VOCABULARY},step_us=20000",
+        "tokenizer_dir": str(DEMO),
+        "enable_sleep_mode": "true",
+    }
+    with running(load_fake, **values) as engine, served(engine.client) as url:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            stream = client.completions.create(
+                model="demo", prompt=PROMPT, max_tokens=60, stream=True, extra_body={"ignore_eos": True}
+            )
+            first = next(stream)
+            sleeping = threading.Thread(target=command, args=(url, "sleep"))
+            sleeping.start()
+            while not _refuses(url):
+                assert sleeping.is_alive()
+            assert not is_sleeping(url)
+            rest = list(stream)
+            sleeping.join(PATIENCE_S)
+        assert first.choices[0].finish_reason is None and rest[-1].choices[0].finish_reason == "length"
+        assert is_sleeping(url)
+        command(url, "wake_up")
+        assert complete(url).usage.completion_tokens == 12
+
+
+def _refuses(url: str) -> bool:
+    body = {"prompt": PROMPT, "max_tokens": 1}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S)
+    assert answer.status_code in (200, 503)
+    return answer.status_code == 503
+
+
+def test_an_adapter_is_used_again_after_waking(adapter: Path, tmp_path: Path) -> None:
+    shutil.copytree(adapter, tmp_path / "sql")
+    with running(lora_dir=str(tmp_path)) as engine, served(engine.client) as url:
+        before = tokens(url, "sql")
+        assert before != tokens(url)
+        command(url, "sleep")
+        command(url, "wake_up")
+        assert tokens(url, "sql") == before
+
+
+def test_an_engine_whose_files_have_changed_stays_asleep(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO, folder)
+    with running(gpt_model_path=str(folder)) as engine, served(engine.client) as url:
+        before = tokens(url)
+        command(url, "sleep")
+        config = folder / "config.json"
+        aside = config.rename(tmp_path / "config.json")
+        refused = post(url, "wake_up")
+        assert refused.status_code == 503
+        assert "cannot wake up: config.json was changed while the engine slept" in refused.text
+        assert is_sleeping(url)
+        aside.rename(config)
+        command(url, "wake_up")
+        assert tokens(url) == before
+
+
+def test_an_engine_closes_while_it_sleeps() -> None:
+    with running() as engine, served(engine.client) as url:
+        command(url, "sleep")
+        assert engine.close(0.0)
+
+
+@pytest.mark.parametrize(
+    ("route", "param", "problem"),
+    [
+        ("sleep?level=0", "level", "level is '0', expected 1 or 2"),
+        ("sleep?mode=abort", "mode", "mode is 'abort', expected wait"),
+        ("wake_up?tags=weights", "tags", "weights and kv_cache come back together"),
+    ],
+)
+def test_what_is_not_supported_is_refused(route: str, param: str, problem: str) -> None:
+    with running() as engine, served(engine.client) as url:
+        refused = post(url, route)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == param and problem in refused.json()["error"]["message"]
+        command(url, "wake_up?tags=weights&tags=kv_cache")
+
+
+def test_clients_may_not_command_a_server_that_does_not_allow_it() -> None:
+    with demo_engine() as engine, served(engine) as url:
+        for answer in (post(url, "sleep"), post(url, "wake_up"), httpx.get(f"{url}/is_sleeping")):
+            assert answer.status_code == 403
+            assert "--set enable_sleep_mode=true" in answer.json()["error"]["message"]
+
+
+def test_a_page_of_another_site_cannot_make_the_engine_sleep() -> None:
+    headers = {"Origin": "https://other.example", "Sec-Fetch-Site": "cross-site"}
+    with running() as engine, served(engine.client) as url:
+        answer = httpx.post(f"{url}/sleep", headers=headers)
+        assert answer.status_code == 403 and "--allowed-origins" in answer.json()["error"]["message"]
+        assert not is_sleeping(url)
+
+
+def test_an_engine_with_saved_blocks_cannot_sleep(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"enable_sleep_mode is true, but .* saved KV blocks"),
+        running(kv_cache_dir=str(tmp_path), enable_kv_cache_reuse="true"),
+    ):
+        pass
+
+
+def test_the_system_has_the_memory_of_a_sleeping_process_back() -> None:
+    run_checks(Path(__file__).with_name("check_sleeping_memory.py"), timeout_s=300)
