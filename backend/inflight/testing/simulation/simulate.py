@@ -18,7 +18,6 @@ from functools import partial
 from itertools import count, product
 
 from inflight.arguments import Parser, program_name
-from inflight.testing.machine import whole_server
 
 from .scenario import DEVICES, DRAWS, MODELS, time_of
 from .simulated_server import run
@@ -47,7 +46,15 @@ def _run(seed: int, drawn: str, device: str, model: str) -> int:
 
 
 def _run_whole_server(seed: int) -> int:
+    from inflight.testing.machine import whole_server
+
     return int(whole_server.run(seed).simulated_s * _NS_PER_S)
+
+
+def _fewest_faults(seed: int) -> str:
+    from inflight.testing.machine import whole_server
+
+    return whole_server.fewest_faults(seed)
 
 
 class Search:
@@ -75,7 +82,7 @@ class Search:
                 if self.num_failed <= _MAX_SHOWN:
                     _say(f"seed {seed} failed ({name}): {type(error).__name__}: {error}")
                     if name == WHOLE_SERVER:
-                        _say(f"seed {seed} fails {whole_server.fewest_faults(seed)}")
+                        _say(f"seed {seed} fails {_fewest_faults(seed)}")
                 if self._debugs:
                     # A simulated thread's own error is the cause of the machine's.
                     pdb.post_mortem((error.__cause__ or error).__traceback__)
