@@ -10,6 +10,7 @@ import pytest
 from inflight.endpoint import local
 from inflight.testing.machine import whole_server
 from inflight.testing.machine.scheduler import Deadlock
+from inflight.testing.machine.whole_server import WholeServer
 from tests.tiers import examples, with_all
 
 from .mutations import MUTATIONS, Mutation
@@ -46,9 +47,9 @@ def test_a_failing_seed_is_reduced_to_its_first_faults() -> None:
     mutation = next(each for each in MUTATIONS if each.name == "the socket of a dead engine is not replaced")
     with mutation.planted():
         seed = next(seed for seed in range(_NUM_SEEDS) if _fails(seed))
-        said = whole_server.fewest_faults(seed)
+        said = WholeServer.fewest_faults(seed)
     assert "1 engine killed" in said
-    assert whole_server.fewest_faults(seed) == "no more: it is not deterministic"  # without the mistake
+    assert WholeServer.fewest_faults(seed) == "no more: it is not deterministic"  # without the mistake
 
 
 def test_the_package_is_as_before_after_a_run() -> None:

@@ -8,6 +8,7 @@ import importlib
 import logging
 import os
 import queue
+import selectors
 import socket
 import sys
 import threading
@@ -20,7 +21,7 @@ from inflight.core.report.stats import MemoryUsage
 from inflight.serving import memory
 
 from .scheduler import Machine
-from .sockets import Network
+from .sockets import Network, Selector
 from .threads import (
     MachineEvent,
     SimpleQueue,
@@ -43,6 +44,8 @@ _LAZY = (
     "inflight.endpoint.client",
     "inflight.endpoint.local",
     "inflight.endpoint.server",
+    "inflight.ranks.heartbeat",
+    "inflight.ranks.rank_context",
     "inflight.serving.memory",
     "inflight.testing.fake_engine",
 )
@@ -62,6 +65,7 @@ def on(machine: Machine, network: Network) -> Generator[None]:
         socket: network.sockets(),
         queue: SimulatedModule(queue, {"SimpleQueue": simulated_queue}),
         queue.SimpleQueue: simulated_queue,
+        selectors: SimulatedModule(selectors, {"DefaultSelector": on_machine(machine, Selector)}),
     }
     defaults: dict[Any, Any] = {
         time.monotonic: simulated[time].monotonic,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import selectors
 import socket
 import stat
 import struct
@@ -38,6 +39,7 @@ class Stream:
         self.arrived = bytearray()
         self.is_ended = self.is_refused = self.is_reset = False
         self.readers, self.writers = Waiters(machine), Waiters(machine)
+        self.selectors: list[Waiters] = []
         self._machine = machine
         self._capacity = machine.rng.choice(_BUFFERS)
         self._on_their_way: deque[bytes] = deque()
@@ -66,12 +68,16 @@ class Stream:
                 delay_s += rng.random() * longest_s
                 self._machine.call_later(delay_s, self._arrive)
 
+    def _wake_readers(self) -> None:
+        for waiters in (self.readers, *self.selectors):
+            waiters.wake()
+
     def _arrive(self) -> None:
         if self._on_their_way and not self.is_reset:
             piece = self._on_their_way.popleft()
             self._num_on_their_way -= len(piece)
             self.arrived += piece
-        self.readers.wake()
+        self._wake_readers()
 
     def read(self, count: int) -> bytes:
         """Take at most `count` bytes that have arrived."""
@@ -83,13 +89,13 @@ class Stream:
     def end(self) -> None:
         """Close the writing side."""
         self.is_ended = True
-        self.readers.wake()
+        self._wake_readers()
         self.writers.wake()
 
     def refuse(self) -> None:
         """Close the reading side."""
         self.is_refused = True
-        self.readers.wake()
+        self._wake_readers()
         self.writers.wake()
 
     def reset(self) -> None:
@@ -105,12 +111,18 @@ class Network:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.files: dict[str, Socket | None] = {}  # the socket that listens at a path; None: it is dead
-        self.connections: list[tuple[Stream, Stream]] = []
+        self.connections: list[tuple[Stream, Stream]] = []  # to listeners
 
     def cut(self, connection: tuple[Stream, Stream]) -> None:
         """Break a connection: both sides lose the bytes on their way, perhaps inside a message."""
         for stream in connection:
             stream.reset()
+
+    def pair(self, one: Process, other: Process) -> tuple[Socket, Socket]:
+        """Return two connected sockets of two processes."""
+        ends = Socket(self, one), Socket(self, other)
+        ends[0].join(ends[1])
+        return ends
 
     def sockets(self) -> SimulatedModule:
         """Return the machine's module `socket`."""
@@ -120,7 +132,10 @@ class Network:
             def __init__(self, family: int = socket.AF_UNIX) -> None:
                 super().__init__(network)
 
-        return SimulatedModule(socket, {"socket": MachineSocket})
+        def socketpair() -> tuple[Socket, Socket]:
+            return self.pair(self.machine.process, self.machine.process)
+
+        return SimulatedModule(socket, {"socket": MachineSocket, "socketpair": socketpair})
 
     def files_of_sockets(self) -> SimulatedModule:
         """Return the machine's module `os`, as far as it is about sockets' files."""
@@ -149,13 +164,43 @@ class Network:
         )
 
 
+class Selector:
+    """`selectors.DefaultSelector`, for reading."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._keys: dict[Socket, selectors.SelectorKey] = {}
+        self._waiters = Waiters(machine)
+
+    def __enter__(self) -> Selector:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for watched in list(self._keys):
+            self.unregister(watched)
+
+    def register(self, watched: Socket, events: int, data: object = None) -> None:
+        self._keys[watched] = selectors.SelectorKey(watched, 0, events, data)  # pyright: ignore[reportArgumentType]
+        watched.watch(self._waiters, True)
+
+    def unregister(self, watched: Socket) -> None:
+        del self._keys[watched]
+        watched.watch(self._waiters, False)
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = [watched for watched in self._keys if watched.is_readable]
+        if not ready:
+            self._waiters.wait(timeout)
+            ready = [watched for watched in self._keys if watched.is_readable]
+        return [(self._keys[watched], selectors.EVENT_READ) for watched in ready]
+
+
 class Socket:
     """`socket.socket(AF_UNIX)` of the process whose thread makes it."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, process: Process | None = None) -> None:
         self._network = network
         self._machine = network.machine
-        self._process: Process = self._machine.process
+        self._process: Process = process or self._machine.process
         self._path: str | None = None
         self._backlog: deque[Socket] | None = None
         self._timeout_s: float | None = None
@@ -206,18 +251,18 @@ class Socket:
         listening = self._network.files[path]
         if listening is None or listening._backlog is None or listening._is_shut:
             raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-        here, there = Stream(self._machine), Stream(self._machine)
-        accepted = object.__new__(type(self))
-        accepted.__dict__ |= self.__dict__
-        accepted._process, accepted._peer = listening._process, self._process
-        accepted._in, accepted._out = here, there
-        accepted._timeout_s = accepted._send_timeout_s = None
-        accepted._accepting = Waiters(self._machine)
-        listening._process.resources[id(accepted)] = accepted
-        self._in, self._out, self._peer = there, here, listening._process
-        self._network.connections.append((here, there))
+        accepted = Socket(self._network, listening._process)
+        connection = self.join(accepted)
+        self._network.connections.append(connection)
         listening._backlog.append(accepted)
         listening._accepting.wake()
+
+    def join(self, other: Socket) -> tuple[Stream, Stream]:
+        """Connect to another socket, and return the streams of the connection."""
+        forth, back = Stream(self._machine), Stream(self._machine)
+        self._in, self._out, self._peer = back, forth, other._process
+        other._in, other._out, other._peer = forth, back, self._process
+        return forth, back
 
     def getsockopt(self, level: int, option: int, length: int = 0) -> bytes:
         assert option == socket.SO_PEERCRED and self._peer is not None
@@ -238,10 +283,7 @@ class Socket:
         left = bytes(data)
         while True:
             self._machine.pause()
-            if stream.is_reset:
-                raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
-            if stream.is_refused or stream.is_ended or self._is_shut:
-                raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+            self._check_writable(stream)
             now, left = left[: stream.room], left[stream.room :]
             if now:
                 stream.write(now)
@@ -253,18 +295,50 @@ class Socket:
                     raise TimeoutError("timed out")
                 raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
+    def _check_writable(self, stream: Stream) -> None:
+        if stream.is_reset:
+            raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+        if stream.is_refused or stream.is_ended or self._is_shut:
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
     def recv(self, count: int, flags: int = 0) -> bytes:
         stream = self._stream(self._in)
         self._machine.pause()
         waits_for_all = bool(flags & socket.MSG_WAITALL) and self._machine.rng.random() < 0.9
         received = stream.read(count)
         while len(received) < (count if waits_for_all else 1) and not stream.is_over and not self._is_shut:
+            if self._timeout_s == 0:
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
             if not stream.readers.wait(self._timeout_s):
                 raise TimeoutError("timed out")
             received += stream.read(count - len(received))
         if stream.is_reset and not received:
             raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
         return received
+
+    def setblocking(self, flag: bool) -> None:
+        self._timeout_s = None if flag else 0.0
+
+    def send(self, data: bytes | bytearray) -> int:
+        """Send what there is room for, on a socket that does not block."""
+        stream = self._stream(self._out)
+        self._check_writable(stream)
+        now = bytes(data[: stream.room])
+        if not now and data:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        stream.write(now)
+        return len(now)
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether `recv` would return at once."""
+        stream = self._stream(self._in)
+        return bool(stream.arrived) or stream.is_over or self._is_shut
+
+    def watch(self, waiters: Waiters, is_watched: bool) -> None:
+        """Begin or cease to wake the waiters of a selector when something arrives."""
+        if self._in is not None:
+            (self._in.selectors.append if is_watched else self._in.selectors.remove)(waiters)
 
     def recv_into(self, buffer: memoryview) -> int:
         received = self.recv(len(buffer))

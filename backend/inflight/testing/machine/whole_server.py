@@ -37,7 +37,7 @@ from .scheduler import Machine, Process
 from .sockets import Network
 from .threads import Lock
 
-_PATH = "/run/engine.sock"
+PATH = "/run/engine.sock"
 _LONGEST_S = 900.0
 _MOST_FAULTS = 8
 _QUERY_TIMEOUT_S = 20.0
@@ -94,19 +94,27 @@ class _LoopDies(BaseException):
     """An error that the loop does not survive."""
 
 
-class _FailingEngine(FakeEngine):
-    """A fake engine that sometimes raises, as a device does."""
+class FailingDevice(FakeEngine):
+    """A fake engine that sometimes raises, as a device does.
+
+    Attributes:
+        must_die: Whether the next batch ends the loop; `has_died`: whether it has.
+        batches: Iterations of the batches so far.
+    """
 
     def __init__(self, limits: EngineLimits, seconds_per_step: float, fails: Callable[[], bool]) -> None:
         super().__init__(limits, seconds_per_step)
         self._fails = fails
-        self.must_die = False
+        self.must_die = self.has_died = False
+        self.batches: list[int] = []  # iterations
 
     def forward(self, batch: ScheduledBatch) -> FakeLogits:
         """Compute a batch, or raise."""
+        self.batches.append(batch.iteration)
         if self._fails():
             raise RuntimeError("the simulated device failed")
         if self.must_die:
+            self.has_died = True
             raise _LoopDies
         return super().forward(batch)
 
@@ -143,6 +151,7 @@ class WholeServer:
         self._num_faults = min(num_faults * has_faults, _MOST_FAULTS if most_faults is None else most_faults)
         self._fault_times: list[tuple[int, float]] = []
         self._failures_ns: list[int] = []
+        self._devices: list[FailingDevice] = []
         self._engine: RunningEngine | None = None
         self._engine_process: Process | None = None
         self._front_ends: list[Process] = []
@@ -175,6 +184,18 @@ class WholeServer:
                 crc32(str(answers).encode()),
             )
 
+    @classmethod
+    def fewest_faults(cls, seed: int) -> str:
+        """Return with which of its faults, in order, a seed that fails still does."""
+        for most_faults in range(_MOST_FAULTS + 1):
+            server = cls(seed, most_faults)
+            try:
+                server.run()
+            except Exception:
+                kinds = ", ".join(f"{count} {kind}" for kind, count in server.faults.items())
+                return f"with its first {most_faults} faults ({kinds or 'none'})"
+        return "no more: it is not deterministic"
+
     def _is_done(self) -> bool:
         return self._chaos_is_over and not self._users_left.total()
 
@@ -200,19 +221,23 @@ class WholeServer:
 
     def _be_engine(self, process: Process) -> None:
         self.machine.sleep(self.rng.random() * 2)
-        parameters = replace(
-            Parameters(), scheduler=self._config, enable_state_requests=True, stats_check_period_ms=0
-        )
         try:
-            engine = build_engine(parameters, "", _PATH, load=self._load)
+            engine = build_engine(self._parameters(), "", PATH, load=self._load)
         except ConfigError as error:
             raise AssertionError(f"an engine cannot start: {error}") from error
         object.__setattr__(engine, "_closing", Lock(self.machine))  # its own was made with the class
         if process is self._engine_process:
             self._engine = engine
 
+    def _parameters(self) -> Parameters:
+        return replace(
+            Parameters(), scheduler=self._config, enable_state_requests=True, stats_check_period_ms=0
+        )
+
     def _load(self, parameters: Parameters, version_dir: str, rank_context: object) -> LoadedModel:
-        return LoadedModel(_FailingEngine(self.limits, self._step_s, self._step_fails), "", "none", ())
+        device = FailingDevice(self.limits, self._step_s, self._step_fails)
+        self._devices.append(device)
+        return LoadedModel(device, "", "none", ())
 
     def _step_fails(self) -> bool:
         if self._chaos_is_over or self.rng.random() >= self._fails:
@@ -228,7 +253,7 @@ class WholeServer:
         num_users = self._users_left[process] = self.rng.randint(1, 4)
 
         def connect() -> None:
-            client = SocketEngineClient(_PATH)
+            client = SocketEngineClient(PATH)
             for _ in range(num_users):
                 self.machine.spawn(process, lambda: self._use(client, process), "user")
 
@@ -329,10 +354,12 @@ class WholeServer:
         assert self._engine_process is not None
         self._stop_process(self._engine_process)
 
-    def _stop_process(self, process: Process) -> None:
+    def _stop_process(self, process: Process) -> float:
+        """Stop a process for a while, and return for how many seconds."""
         seconds = self.rng.choice([0.1, 3.0, 60.0])
         self.machine.stop(process, seconds)
         self.machine.sleep(seconds + 0.1)
+        return seconds
 
     def _unload_engine(self) -> None:
         """Close the engine as an unload does, with a short or a long time for requests in flight."""
@@ -345,12 +372,17 @@ class WholeServer:
         """Let the next iteration end the loop, which answers all requests, and replace the engine."""
         if self._engine is None:
             return
-        device = self._engine._manager._engine
-        assert isinstance(device, _FailingEngine)
-        device.must_die = True
+        self._let_loop_die()
         self.machine.sleep(self.rng.random() * 5)
         self._close_engine()
         self._replace_engine()
+
+    def _let_loop_die(self) -> FailingDevice:
+        assert self._engine is not None
+        device = self._engine._manager._engine
+        assert isinstance(device, FailingDevice)
+        device.must_die = True
+        return device
 
     def _close_engine(self) -> None:
         engine, process = self._engine, self._engine_process
@@ -360,7 +392,7 @@ class WholeServer:
         while not closing.has_ended:
             self.machine.sleep(0.05)
         self._check_engine(engine)
-        assert _PATH not in self.network.files, "the socket's file is left"
+        assert PATH not in self.network.files, "the socket's file is left"
         self._engine = None
 
     def _has_closed(self, has_ended: bool) -> None:
@@ -385,7 +417,7 @@ class WholeServer:
         process = self.machine.start_process("front end")
 
         def submit() -> None:
-            SocketEngineClient(_PATH).submit(Request(1, (0,), max(num_tokens, 1)), lambda response: None)
+            SocketEngineClient(PATH).submit(Request(1, (0,), max(num_tokens, 1)), lambda response: None)
 
         submitting = self.machine.spawn(process, submit, "user")
         self.machine.run_until(lambda: submitting.has_ended and bool(client._targets), 30.0)
@@ -466,14 +498,14 @@ class WholeServer:
 
 
 FAULTS: dict[str, Callable[[WholeServer], None]] = {
-    "engine killed": WholeServer._kill_engine,
-    "engine stopped": WholeServer._stop_engine,
-    "engine unloaded": WholeServer._unload_engine,
-    "loop died": WholeServer._end_loop,
-    "front end killed": WholeServer._kill_front_end,
-    "front end stopped": WholeServer._stop_front_end,
-    "connection cut": WholeServer._cut,
-    "clock set": WholeServer._set_clock,
+    "engine killed": lambda server: server._kill_engine(),
+    "engine stopped": lambda server: server._stop_engine(),
+    "engine unloaded": lambda server: server._unload_engine(),
+    "loop died": lambda server: server._end_loop(),
+    "front end killed": lambda server: server._kill_front_end(),
+    "front end stopped": lambda server: server._stop_front_end(),
+    "connection cut": lambda server: server._cut(),
+    "clock set": lambda server: server._set_clock(),
 }
 """The faults that an operator causes, by name."""
 
@@ -481,15 +513,3 @@ FAULTS: dict[str, Callable[[WholeServer], None]] = {
 def run(seed: int) -> RunReport:
     """Run the whole server with a seed; raises AssertionError if a promise was broken."""
     return WholeServer(seed).run()
-
-
-def fewest_faults(seed: int) -> str:
-    """Return with which of its faults, in order, a seed that fails still does."""
-    for most_faults in range(_MOST_FAULTS + 1):
-        server = WholeServer(seed, most_faults)
-        try:
-            server.run()
-        except Exception:
-            kinds = ", ".join(f"{count} {kind}" for kind, count in server.faults.items())
-            return f"with its first {most_faults} faults ({kinds or 'none'})"
-    return "no more: it is not deterministic"

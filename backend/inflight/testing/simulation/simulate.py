@@ -2,7 +2,7 @@
 
 Every seed makes scenarios of requests, stops and failures of the device for the scheduler. Each runs on four
 kinds of device and with three kinds of models. Then a whole server runs on a simulated machine, with its threads,
-processes and sockets. Every request must get the result that it gets when it runs alone.
+processes and sockets, and one with several ranks. Every request must get the result that it gets alone.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count, product
+from typing import TYPE_CHECKING
 
 from inflight.arguments import Parser, program_name
 
 from .scenario import DEVICES, DRAWS, MODELS, time_of
 from .simulated_server import run
+
+if TYPE_CHECKING:
+    from inflight.testing.machine.whole_server import WholeServer
 
 _MAX_SEED = 2**32
 _REPORT_EVERY_S = 10.0
@@ -29,7 +33,7 @@ _NS_PER_HOUR = 3600 * _NS_PER_S
 _MAX_SHOWN = 20  # failures
 
 
-WHOLE_SERVER = "whole server"
+_SERVERS = ("whole server", "server with several ranks")
 
 
 def scenarios(seed: int) -> Iterator[tuple[str, Callable[[], int]]]:
@@ -37,7 +41,8 @@ def scenarios(seed: int) -> Iterator[tuple[str, Callable[[], int]]]:
     nanoseconds."""
     for names in product(DRAWS, DEVICES, MODELS):
         yield ", ".join(names), partial(_run, seed, *names)
-    yield WHOLE_SERVER, partial(_run_whole_server, seed)
+    for name in _SERVERS:
+        yield name, partial(_run_server, name, seed)
 
 
 def _run(seed: int, drawn: str, device: str, model: str) -> int:
@@ -45,16 +50,15 @@ def _run(seed: int, drawn: str, device: str, model: str) -> int:
     return time_of(run(scenario).num_iterations) - time_of(0)
 
 
-def _run_whole_server(seed: int) -> int:
-    from inflight.testing.machine import whole_server
-
-    return int(whole_server.run(seed).simulated_s * _NS_PER_S)
+def _run_server(name: str, seed: int) -> int:
+    return int(_server(name)(seed).run().simulated_s * _NS_PER_S)
 
 
-def _fewest_faults(seed: int) -> str:
-    from inflight.testing.machine import whole_server
+def _server(name: str) -> type[WholeServer]:
+    from inflight.testing.machine.ranked_server import RankedServer
+    from inflight.testing.machine.whole_server import WholeServer
 
-    return whole_server.fewest_faults(seed)
+    return WholeServer if name == _SERVERS[0] else RankedServer
 
 
 class Search:
@@ -81,8 +85,8 @@ class Search:
                     traceback.print_exc()
                 if self.num_failed <= _MAX_SHOWN:
                     _say(f"seed {seed} failed ({name}): {type(error).__name__}: {error}")
-                    if name == WHOLE_SERVER:
-                        _say(f"seed {seed} fails {_fewest_faults(seed)}")
+                    if name in _SERVERS:
+                        _say(f"seed {seed} fails {_server(name).fewest_faults(seed)}")
                 if self._debugs:
                     # A simulated thread's own error is the cause of the machine's.
                     pdb.post_mortem((error.__cause__ or error).__traceback__)

@@ -1,0 +1,213 @@
+"""A whole server whose engine has several ranks: lockstep, heartbeats and the detection of lost ranks.
+
+Every rank is a process with the real loop, scheduler, lockstep and heartbeat, and a fake engine that computes the
+same tokens on all ranks. Of MPI there is a broadcast that waits for ever for a rank that is gone, as MPI's does.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+import greenlet
+
+from inflight.build import FollowingRank, build_engine, start_following
+from inflight.config import Parameters
+from inflight.errors import Unavailable
+from inflight.ranks.heartbeat import Heartbeat
+from inflight.ranks.lockstep import Lockstep
+from inflight.ranks.mpi import MpiWorld
+from inflight.ranks.rank_context import RankContext
+from inflight.ranks.rendezvous import Peer
+
+from .scheduler import Fiber, Machine, Process, Waiters
+from .sockets import Socket
+from .threads import Lock
+from .whole_server import PATH, RunReport, WholeServer
+
+_TIMEOUT_S = 12.0  # of silence, after which a rank is lost
+_ENDED_S = 7.0  # until all ranks have ended after the connections of one ended: five to answer requests
+_NOTICED_S = 4 * _TIMEOUT_S  # until all ranks have ended in order, or because a loop is dead
+
+
+class _Broadcasts:
+    """Messages on their way from rank 0 to the others; rank 0 waits if one of them has too many to read."""
+
+    def __init__(self, machine: Machine, size: int) -> None:
+        self.size = size
+        self.most_waiting = machine.rng.randint(1, 3)
+        self.waiting: list[deque[bytes]] = [deque() for _ in range(size)]
+        self.changed = Waiters(machine)
+        self.num_left = 0
+
+
+class _World:
+    """`ranks.mpi.MpiWorld` of one rank."""
+
+    def __init__(self, broadcasts: _Broadcasts, rank: int) -> None:
+        self.rank, self.size = rank, broadcasts.size
+        self._broadcasts = broadcasts
+
+    def broadcast(self, message: bytes = b"") -> bytes:
+        """Return rank 0's message."""
+        shared = self._broadcasts
+        if self.rank == 0:
+            while max(map(len, shared.waiting[1:])) >= shared.most_waiting:
+                shared.changed.wait()
+            for waiting in shared.waiting[1:]:
+                waiting.append(message)
+        else:
+            while not shared.waiting[self.rank]:
+                shared.changed.wait()
+            message = shared.waiting[self.rank].popleft()
+        shared.changed.wake()
+        return message
+
+    def broadcast_buffer(self, buffer: memoryview) -> None:
+        """Copy rank 0's buffer."""
+        message = self.broadcast(bytes(buffer))
+        if self.rank:
+            buffer[:] = message
+
+    def leave(self) -> None:
+        """Wait until all ranks leave."""
+        shared = self._broadcasts
+        shared.num_left += 1
+        shared.changed.wake()
+        while shared.num_left < shared.size:
+            shared.changed.wait()
+
+
+class RankedServer(WholeServer):
+    """One run with two or three ranks."""
+
+    def __init__(self, seed: int, most_faults: int | None = None) -> None:
+        super().__init__(seed, most_faults)
+        self.limits = replace(self.limits, overlaps_iterations=False)
+        self._fails = 0.0
+        self._size = self.rng.randint(2, 3)
+        self._ranks: list[Process] = []
+        self._mains: list[Fiber] = []
+
+    # ---------------------------------------------------------------- processes
+
+    def _start_engine(self) -> None:
+        """Start a process for each rank; rank 0 serves."""
+        machine = self.machine
+        shared = _Broadcasts(machine, self._size)
+        self._ranks = [machine.start_process(f"rank {rank}") for rank in range(self._size)]
+        self._engine_process = self._ranks[0]
+        pairs = [self.network.pair(self._ranks[0], each) for each in self._ranks[1:]]
+        peers = [[_peer(rank, one) for rank, (one, _) in enumerate(pairs, 1)]]
+        peers += [[_peer(0, other)] for _, other in pairs]
+        self._mains, self._devices = [], []
+        for rank, process in enumerate(self._ranks):
+            run = self._be_leader if rank == 0 else self._be_follower
+            world = _World(shared, rank)
+            main = partial(run, process, world, peers[rank])
+            self._mains.append(machine.spawn(process, main, "main"))
+
+    def _be_leader(self, process: Process, world: _World, peers: list[Peer]) -> None:
+        self.machine.sleep(self.rng.random() * 2)
+
+        def on_loss(error: Unavailable) -> None:
+            if process is self._engine_process and self._engine is not None:
+                self._engine.fail(error)
+                self._engine = None
+            self._end_at_once(process)
+
+        context = self._context(world, peers, on_loss)
+        engine = build_engine(self._parameters(), "", PATH, rank_context=context, load=self._load)
+        object.__setattr__(engine, "_closing", Lock(self.machine))  # its own was made with the class
+        if process is self._engine_process:
+            self._engine = engine
+
+    def _be_follower(self, process: Process, world: _World, peers: list[Peer]) -> None:
+        self.machine.sleep(self.rng.random() * 2)
+        context = self._context(world, peers, lambda error: self._end_at_once(process))
+        rank: FollowingRank = start_following(self._parameters(), "", context, self._load)
+        if not rank.wait():
+            while True:  # the heartbeat ends this process
+                self.machine.sleep(1.0)
+
+    def _parameters(self) -> Parameters:
+        return replace(super()._parameters(), tensor_parallel_size=self._size)
+
+    def _context(
+        self, world: _World, peers: list[Peer], on_loss: Callable[[Unavailable], None]
+    ) -> RankContext:
+        """Return a rank's context without a meeting of the ranks: their connections exist."""
+        context = object.__new__(RankContext)
+        context._heartbeat = Heartbeat(peers, world.size, _TIMEOUT_S, on_loss)
+        context.ranks = Lockstep(cast(MpiWorld, world), context._heartbeat)
+        context.world = cast(MpiWorld, world)
+        context._has_left = False
+        return context
+
+    def _end_at_once(self, process: Process) -> None:
+        self.machine.kill(process)
+        raise greenlet.GreenletExit
+
+    # ---------------------------------------------------------------- faults
+
+    def _kill_engine(self) -> None:
+        self.machine.kill(self.rng.choice(self._ranks))
+        self._replace_lost_ranks(_ENDED_S)
+
+    def _stop_engine(self) -> None:
+        """Stop a rank; if the others take it for lost, they end, and so does it when it resumes."""
+        self.machine.sleep(_TIMEOUT_S / 4)  # a rank that never sent a heartbeat is not missed
+        seconds = self._stop_process(self.rng.choice(self._ranks))
+        if seconds > 2 * _TIMEOUT_S or not all(each.is_alive for each in self._ranks):
+            self._replace_lost_ranks(_ENDED_S)
+
+    def _end_loop(self) -> None:
+        if self._engine is None:
+            return
+        device = self._let_loop_die()
+        deadline_ns = self.machine.now_ns + int(30e9)
+        while not device.has_died and self.machine.now_ns < deadline_ns:
+            self.machine.sleep(0.1)
+        if not device.has_died:  # there was no iteration
+            self.machine.kill(self._ranks[0])
+        self._replace_lost_ranks(_NOTICED_S)
+
+    def _replace_lost_ranks(self, longest_s: float) -> None:
+        """Check that all ranks end at most `longest_s` after one of them is lost, and start new ones."""
+        self._engine = None
+        deadline_ns = self.machine.now_ns + int(longest_s * 1e9)
+        while any(each.is_alive for each in self._ranks):
+            assert self.machine.now_ns < deadline_ns, "ranks go on although one is lost"
+            self.machine.sleep(0.1)
+        self._replace_engine()
+
+    def _close_engine(self) -> None:
+        super()._close_engine()
+        deadline_ns = self.machine.now_ns + int(_NOTICED_S * 1e9)
+        while not all(each.has_ended for each in self._mains):
+            assert self.machine.now_ns < deadline_ns, "a rank does not end with rank 0"
+            self.machine.sleep(0.1)
+        batches = [device.batches for device in self._devices]
+        assert all(each == batches[0] for each in batches), "the ranks computed different batches"
+        for process in self._ranks:
+            self.machine.kill(process)  # a process ends with its main thread
+
+    def _check_threads(self) -> None:
+        """Do nothing: the threads ended with their processes."""
+
+
+def _peer(rank: int, connection: Socket) -> Peer:
+    host: Any = SimpleNamespace(name="machine", pid=rank)
+    end: Any = connection
+    return Peer(rank, host, end, "")
+
+
+def run(seed: int) -> RunReport:
+    """Run a server with several ranks; raises AssertionError if a promise was broken."""
+    return RankedServer(seed).run()
