@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from inflight.errors import ConfigError
+from inflight.errors import ConfigError, Unavailable
 from inflight.serving.memory import return_free_memory
 
 if TYPE_CHECKING:
@@ -40,14 +41,10 @@ class ReloadedModel:
     def release(self) -> None:
         """Close the engine, and return its memory to the device and the system. No request may be active."""
         self.close_engine()
-        _collect_all()
-        torch = sys.modules.get("torch")
-        if torch is not None and torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
-        return_free_memory()
+        _return_memory()
 
     def load(self) -> None:
-        """Load the model, and give the loop its engine.
+        """Load the model, and give the loop its engine. If that fails, return the memory again.
 
         Raises:
             ConfigError: The model cannot be loaded: its files have changed, or there is too little memory.
@@ -57,6 +54,14 @@ class ReloadedModel:
             raise ConfigError(
                 f"{changed} was changed while the engine slept: start the server again to serve the new files"
             )
+        try:
+            self._load()
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # they refer to the model
+            _return_memory()
+            raise
+
+    def _load(self) -> None:
         engine = self.load_again().engine
         if not _fits(self.limits, engine.limits):
             engine.close()
@@ -65,7 +70,20 @@ class ReloadedModel:
                 f"{self.limits.num_adapter_pages} pages of adapters, and now {engine.limits.num_blocks} and "
                 f"{engine.limits.num_adapter_pages}"
             )
-        self.replace_engine(engine)
+        try:
+            self.replace_engine(engine)
+        except Unavailable:  # the loop has ended meanwhile
+            engine.close()
+            raise
+
+
+def _return_memory() -> None:
+    """Return the memory of objects that nobody uses to the device and the system."""
+    _collect_all()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    return_free_memory()
 
 
 def _collect_all() -> None:

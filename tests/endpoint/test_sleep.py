@@ -96,6 +96,22 @@ def test_an_engine_that_cannot_load_its_model_stays_asleep(
     assert not client.sleep(WAKE_UP, PATIENCE_S)
 
 
+def test_an_unexpected_error_of_the_device_is_told(
+    local: LocalEngineClient, memory: FakeMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local.sleep(SLEEP, PATIENCE_S)
+    with monkeypatch.context() as patch:
+
+        def load() -> None:
+            raise RuntimeError("out of memory")
+
+        patch.setattr(memory, "load", load)
+        with pytest.raises(Unavailable, match="the engine cannot wake up: out of memory"):
+            local.sleep(WAKE_UP, PATIENCE_S)
+        assert local.sleep(ASK, 0.0)
+    assert not local.sleep(WAKE_UP, PATIENCE_S)
+
+
 def test_a_front_end_may_connect_while_the_engine_sleeps(local: LocalEngineClient, path: str) -> None:
     local.sleep(SLEEP, PATIENCE_S)
     server, far = EndpointServer(local, path), SocketEngineClient(path)
@@ -116,6 +132,7 @@ def test_requests_in_flight_and_their_continuations_finish_first(
         for request in local.get_inference_requests(-1):
             local.send_response(delta(request.request_id, final=True))
     assert not refusal(local, is_continuation=True)
+    assert local.sleep(ASK, 0.0)
     (second,) = local.get_inference_requests(-1)
     local.send_response(delta(first.request_id, final=True))
     assert not memory.calls

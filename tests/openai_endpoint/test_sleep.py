@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import openai
 import pytest
 
 from inflight.build import RunningEngine, start_engine
+from inflight.config import Parameters
 from inflight.errors import ConfigError
 from inflight.load_model import load_model
 from inflight.testing.fake_server import load_fake
@@ -120,13 +122,39 @@ def test_requests_in_flight_finish_and_new_ones_are_refused() -> None:
             sleeping.start()
             while not _refuses(url):
                 assert sleeping.is_alive()
-            assert not is_sleeping(url)
+            assert is_sleeping(url)  # from the first refusal on
             rest = list(stream)
             sleeping.join(PATIENCE_S)
         assert first.choices[0].finish_reason is None and rest[-1].choices[0].finish_reason == "length"
         assert is_sleeping(url)
         command(url, "wake_up")
         assert complete(url).usage.completion_tokens == 12
+
+
+def test_many_commands_leave_threads_for_other_routes() -> None:
+    values = {
+        "gpt_model_path": f"vocab={DEMO_VOCABULARY},step_us=20000",
+        "tokenizer_dir": str(DEMO),
+        "enable_sleep_mode": "true",
+    }
+    with running(load_fake, **values) as engine, served(engine.client) as url:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            stream = client.completions.create(
+                model="demo", prompt=PROMPT, max_tokens=800, stream=True, extra_body={"ignore_eos": True}
+            )
+            next(stream)
+            commands = [threading.Thread(target=command, args=(url, "sleep")) for _ in range(100)]
+            for each in commands:
+                each.start()
+            while not _refuses(url):
+                pass
+            for _ in range(3):
+                assert httpx.get(f"{url}/health", timeout=PATIENCE_S).status_code == 200
+            assert all(each.is_alive() for each in commands)  # no answer waited for the stream's end
+            stream.close()
+            for each in commands:
+                each.join(PATIENCE_S)
+        assert is_sleeping(url)
 
 
 def _refuses(url: str) -> bool:
@@ -163,6 +191,37 @@ def test_an_engine_whose_files_have_changed_stays_asleep(tmp_path: Path) -> None
         assert tokens(url) == before
 
 
+def test_an_engine_that_finds_too_little_memory_gives_back_what_it_took(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_short, loaded = False, list[weakref.ref[Any]]()
+    kept: list[list[bool]] = []  # whether each loaded model is still used, whenever memory is returned
+
+    def note() -> None:
+        kept.append([each() is not None for each in loaded])
+
+    monkeypatch.setattr("inflight.model_memory.return_free_memory", note)
+
+    def load(parameters: Parameters, *rest: Any) -> Any:
+        if is_short:
+            engine = replace(parameters.engine, max_tokens_in_paged_kv_cache=1024)
+            parameters = replace(parameters, engine=engine)
+        model: Any = load_model(parameters, *rest)
+        loaded.append(weakref.ref(model.engine.runner.decoder))
+        return model
+
+    with running(load) as engine, served(engine.client) as url:
+        before = tokens(url)
+        command(url, "sleep")
+        is_short = True
+        refused = post(url, "wake_up")
+        assert refused.status_code == 503 and "there is too little memory for" in refused.text
+        assert is_sleeping(url) and kept == [[False], [False, False]]
+        is_short = False
+        command(url, "wake_up")
+        assert tokens(url) == before
+
+
 def test_an_engine_closes_while_it_sleeps() -> None:
     with running() as engine, served(engine.client) as url:
         command(url, "sleep")
@@ -183,6 +242,15 @@ def test_what_is_not_supported_is_refused(route: str, param: str, problem: str) 
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == param and problem in refused.json()["error"]["message"]
         command(url, "wake_up?tags=weights&tags=kv_cache")
+
+
+def test_a_model_that_the_server_does_not_have_cannot_be_meant() -> None:
+    with running() as engine, served(engine.client) as url:
+        for answer in (post(url, "sleep?model=second"), httpx.get(f"{url}/is_sleeping?model=second")):
+            assert answer.status_code == 404 and "this server has demo" in answer.text
+        assert not is_sleeping(url)
+        command(url, "sleep?model=demo")
+        assert is_sleeping(url)
 
 
 def test_clients_may_not_command_a_server_that_does_not_allow_it() -> None:

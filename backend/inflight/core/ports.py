@@ -343,7 +343,7 @@ class EngineClient(Protocol):
         ...
 
     def sleep(self, action: SleepAction, timeout_s: float) -> bool:
-        """Carry out a command about the engine's sleep; return whether the engine sleeps afterwards.
+        """Carry out a command about the engine's sleep; return whether the engine sleeps or is falling asleep.
 
         Blocks for up to about `timeout_s` seconds. Raises Unavailable without an engine, if requests in flight do
         not finish in time, or if the model cannot be loaded again; Unsupported if the engine cannot sleep.

@@ -131,7 +131,7 @@ class SocketEngineClient:
         return self._connected().adapters(command, timeout_s)
 
     def sleep(self, action: SleepAction, timeout_s: float) -> bool:
-        """Send a command about the engine's sleep; return whether the engine sleeps afterwards.
+        """Send a command about the engine's sleep; return whether the engine sleeps or is falling asleep.
 
         Raises Unavailable if the engine cannot be reached or does not answer in time, and errors of the command.
         Must not be called from a callback of `submit` (see `state`).

@@ -198,7 +198,7 @@ class LocalEngineClient:
         return tuple(self._adapters.list_adapters())
 
     def sleep(self, action: SleepAction, timeout_s: float) -> bool:
-        """Carry out a command about the engine's sleep; return whether the engine sleeps afterwards.
+        """Carry out a command about the engine's sleep; return whether the engine sleeps or is falling asleep.
 
         The command runs on this thread. Raises Unavailable if the engine has ended, and as `Sleep.carry_out`.
         """

@@ -45,7 +45,9 @@ class Sleep:
             raise Unavailable(_SLEEPS)
 
     def carry_out(self, action: SleepAction, timeout_s: float) -> bool:
-        """Carry out a command, and return whether the engine sleeps afterwards. Commands follow one another.
+        """Carry out a command, and return whether the engine sleeps or is falling asleep.
+
+        A command waits for the end of an earlier one; ASK does not.
 
         Args:
             action: The command; to sleep while asleep, or to wake up while awake, does nothing.
@@ -59,7 +61,7 @@ class Sleep:
         if self._memory is None:
             raise Unsupported("this engine cannot sleep: the parameter enable_sleep_mode is false")
         if action is SleepAction.ASK:
-            return self._is_asleep
+            return self._refuses_new
         if not self._changing.acquire(timeout=timeout_s):
             raise Unavailable("the engine is still falling asleep or waking up")
         try:
@@ -89,8 +91,8 @@ class Sleep:
         begun_s = time.monotonic()
         try:
             memory.load()
-        except ConfigError as error:
-            _log.error("the engine cannot wake up: %s", error)
+        except Exception as error:  # also the device's, for example if another process has taken its memory
+            _log.error("the engine cannot wake up: %s", error, exc_info=not isinstance(error, ConfigError))
             raise Unavailable(without_places(f"the engine cannot wake up: {error}")) from error
         self._is_asleep = False
         self._accept()

@@ -5,9 +5,10 @@ Runs on the event loop; `EngineSession` runs some calls on other threads.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from fastapi import Request
 from starlette.responses import Response
@@ -28,12 +29,21 @@ from inflight.serving.reply import NewText
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The parts of the application that routes use; `pictures` is None if no pictures are taken."""
+    """The parts of the application that routes use, for one engine.
+
+    Attributes:
+        session: Runs prompts on the engine.
+        model: The model that the engine serves.
+        http_metrics: Counters of HTTP requests, which all engines share.
+        pictures: Prepares the pictures of messages; None: no pictures are taken.
+        sleep_turn: Held while a command makes the engine sleep or wakes it.
+    """
 
     session: EngineSession
     model: ServingModel
     http_metrics: HttpMetrics
     pictures: ChatPictures | None = None
+    sleep_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 def context_of(request: Request) -> Context:

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from inflight.core.request.sleep import SleepAction
 from inflight.errors import Unsupported
-from inflight.openai.context import choose_context, contexts_of, refuse_other_sites
+from inflight.openai.context import Context, choose_context, contexts_of, refuse_other_sites
 from inflight.openai.errors import ApiError, invalid
 
 router = APIRouter()
@@ -44,7 +44,7 @@ async def wake_up(request: Request) -> Response:
 
 @router.get("/is_sleeping")
 async def is_sleeping(request: Request) -> Response:
-    """Return whether the engine sleeps: `{"is_sleeping": false}`."""
+    """Return whether the engine sleeps, or refuses requests to fall asleep: `{"is_sleeping": false}`."""
     return JSONResponse({"is_sleeping": await _command(request, SleepAction.ASK)})
 
 
@@ -58,7 +58,7 @@ async def _command(request: Request, action: SleepAction) -> bool:
     refuse_other_sites(request)
     contexts, name = contexts_of(request), request.query_params.get("model")
 
-    def run() -> bool:
+    def find() -> Context:
         context = choose_context(contexts, name)
         if not context.model.describe().sleep_enabled:
             raise ApiError(
@@ -68,9 +68,21 @@ async def _command(request: Request, action: SleepAction) -> bool:
                 None,
                 "sleep_mode_disabled",
             )
+        context.model.adapter_of(
+            name
+        )  # raises the error of an unknown name, which one engine's context takes
+        return context
+
+    context = await contexts[0].session.wait_for(find)
+
+    def run() -> bool:
         try:
             return context.session.client.sleep(action, _TIMEOUT_S)
         except Unsupported as error:
             raise ApiError(str(error), 400, None, "unsupported_engine") from None
 
-    return await contexts[0].session.wait_for(run)
+    if action is SleepAction.ASK:
+        return await context.session.wait_for(run)
+    # A command may take minutes: of an engine's commands, one has a thread, and the others wait without one.
+    async with context.sleep_turn:
+        return await context.session.wait_for(run)

@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class SleepAction(Enum):
-    """A command about an engine's sleep; its answer says whether the engine sleeps afterwards.
+    """A command about an engine's sleep; its answer says whether the engine sleeps or is falling asleep.
 
     ASK changes nothing. SLEEP finishes the requests in flight, refuses new ones, and gives back the memory of
     weights and KV cache. WAKE_UP loads the model again.
