@@ -262,7 +262,7 @@ def test_without_a_folder_the_flag_is_named(engine: EngineClient) -> None:
         ({"completion_window": "1h"}, "completion_window"),
         ({"output_expires_after": {"anchor": "created_at", "seconds": 3600}}, "files are kept until"),
         ({"priority": 1}, "unknown field priority"),
-        ({"metadata": {str(number): "" for number in range(17)}}, "metadata.*at most 16 items"),
+        ({"metadata": {str(number): "" for number in range(17)}}, "metadata.*expected 16 or fewer values"),
         ({"metadata": {"k" * 65: ""}}, "metadata.*at most 64 characters"),
         ({"metadata": {"k": "v" * 513}}, "metadata.*at most 512 characters"),
     ],
