@@ -144,7 +144,9 @@ def _tensors_of(name: str, value: Any) -> Iterator[tuple[str, str, np.ndarray]]:
         yield "prompt_vocab_size", "prompt_vocab_size", np.array([[array.shape[1]]], np.int32)
     elif name == LOGIT_BIAS:
         if not isinstance(value, Mapping):
-            raise ValueError(f"{name} must be a dict by token id of what is added to the logits, got {value!r}")
+            raise ValueError(
+                f"{name} must be a dict by token id of what is added to the logits, got {value!r}"
+            )
         ids, values = f"{name}_ids", f"{name}_values"
         yield ids, ids, as_tensor(ids, list(value), np.int32, 1)
         yield values, values, as_tensor(values, list(value.values()), np.float32, 1)
