@@ -17,10 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
 from tests import tiers
+
+# Examples take milliseconds; on a busy machine one may still take longer than the default deadline.
+settings.register_profile("no_deadline", deadline=None)
+settings.load_profile("no_deadline")
 
 FOLDER = Path(__file__).parent
 SHARED_SERVERS = (

@@ -6,15 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 from inflight.endpoint.client import SocketEngineClient
 from inflight.endpoint.server import EndpointServer
 from tests.endpoint.factories import Batcher
-
-# Examples take milliseconds; on a busy machine one may still take longer than the default deadline.
-settings.register_profile("no_deadline", deadline=None)
-settings.load_profile("no_deadline")
 
 
 @pytest.fixture

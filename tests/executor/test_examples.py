@@ -24,7 +24,10 @@ EXAMPLES = ROOT / "examples"
 MPIRUN = ("--allow-run-as-root", "--oversubscribe")
 
 
-ELSEWHERE = {"multimodal_rows.py": "tests/e2e/test_prompt_tables.py: it needs a server"}
+ELSEWHERE = {
+    "multimodal_rows.py": "tests/e2e/test_prompt_tables.py: it needs a server",
+    "ray_serve.py": "tests/integrations/test_ray_serve.py: it needs Ray",
+}
 
 
 def run(checkpoint: Path, name: str, *arguments: str) -> str:

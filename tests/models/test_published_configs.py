@@ -182,5 +182,5 @@ def test_an_unknown_key_in_a_published_config_is_refused(tmp_path: Path, name: s
 def test_copies_of_keys_that_differ_are_refused(tmp_path: Path, name: str, key: str, value: float) -> None:
     """transformers does not read the copies; the checkpoint's own code would."""
     values = {**PUBLISHED[name], key: value}
-    with pytest.raises(ConfigError, match=f"key '{key}' is {value}, expected .*, or no such key"):
+    with pytest.raises(ConfigError, match=f"key '{key}' is {value}, expected .*, or nothing"):
         read(tmp_path, values)

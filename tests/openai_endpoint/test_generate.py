@@ -163,7 +163,7 @@ def test_without_a_length_the_answer_may_fill_the_model() -> None:
 @pytest.mark.parametrize(
     ("change", "status", "param", "words"),
     [
-        ({"token_ids": []}, 400, "token_ids", "at least 1"),
+        ({"token_ids": []}, 400, "token_ids", "1 or more"),
         ({"token_ids": None}, 400, "token_ids", "required"),
         ({"token_ids": [-1]}, 400, "token_ids", "-1"),
         ({"token_ids": "text"}, 400, "token_ids", "list"),

@@ -191,7 +191,9 @@ def test_an_engine_whose_files_have_changed_stays_asleep(tmp_path: Path) -> None
         assert tokens(url) == before
 
 
+@pytest.mark.parametrize("is_noticed", ["while loading", "afterwards"])
 def test_an_engine_that_finds_too_little_memory_gives_back_what_it_took(
+    is_noticed: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     is_short, loaded = False, list[weakref.ref[Any]]()
@@ -203,11 +205,13 @@ def test_an_engine_that_finds_too_little_memory_gives_back_what_it_took(
     monkeypatch.setattr("inflight.model_memory.return_free_memory", note)
 
     def load(parameters: Parameters, *rest: Any) -> Any:
-        if is_short:
+        if is_short and is_noticed == "afterwards":
             engine = replace(parameters.engine, max_tokens_in_paged_kv_cache=1024)
             parameters = replace(parameters, engine=engine)
         model: Any = load_model(parameters, *rest)
         loaded.append(weakref.ref(model.engine.runner.decoder))
+        if is_short and is_noticed == "while loading":
+            raise ConfigError("there is too little memory for the weights")
         return model
 
     with running(load) as engine, served(engine.client) as url:

@@ -123,7 +123,7 @@ def section_key(config: ConfigFile) -> str:
 def _section(config: ConfigFile) -> ConfigFile:
     scaling, parameters = config.value("rope_scaling"), config.value("rope_parameters")
     if scaling and parameters and scaling != parameters:
-        raise config.error("rope_scaling", "the same as rope_parameters, or no such key")
+        raise config.error("rope_scaling", "the same as rope_parameters, or nothing")
     key = section_key(config)
     return config.child(key) if config.value(key) else ConfigFile(config.path, {}, key)
 

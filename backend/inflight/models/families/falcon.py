@@ -91,7 +91,7 @@ def _read_falcon(config: ConfigFile) -> DecoderConfig:
     width = config.int_or_none("ffn_hidden_size") or 4 * hidden_size
     # ff_factor repeats ffn_hidden_size, and transformers ignores it.
     if config.int_or_none("ff_factor") not in (None, width // hidden_size):
-        raise config.error("ff_factor", f"{width // hidden_size}, as ffn_hidden_size says, or no such key")
+        raise config.error("ff_factor", f"{width // hidden_size}, as ffn_hidden_size says, or nothing")
     return read_gpt_like(
         config,
         hidden_size=hidden_size,

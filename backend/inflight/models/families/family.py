@@ -498,7 +498,7 @@ def check_derived_head_dim(config: ConfigFile) -> None:
     """Raise ConfigError if `head_dim` is not hidden_size over num_attention_heads, in a family without the key."""
     derived = config.positive_int("hidden_size") // config.positive_int("num_attention_heads")
     if config.int_or_none("head_dim") not in (None, derived):
-        raise config.error("head_dim", f"hidden_size over num_attention_heads, {derived}, or no such key")
+        raise config.error("head_dim", f"hidden_size over num_attention_heads, {derived}, or nothing")
 
 
 def read_no_windows(config: ConfigFile) -> tuple[None, ...]:

@@ -181,7 +181,7 @@ def _read_opt(config: ConfigFile) -> DecoderConfig:
         if config.boolean(key, needed) != needed:
             raise config.error(key, str(needed).lower())
     if (config.int_or_none("word_embed_proj_dim") or hidden_size) != hidden_size:
-        raise config.error("word_embed_proj_dim", f"hidden_size, {hidden_size}, or no such key")
+        raise config.error("word_embed_proj_dim", f"hidden_size, {hidden_size}, or nothing")
     bias = config.boolean("enable_bias", True)
     return read_gpt_like(
         config,

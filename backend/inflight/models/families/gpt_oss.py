@@ -61,7 +61,7 @@ def _read_num_per_token(config: ConfigFile) -> int:
     """Return `num_experts_per_tok`; `experts_per_token`, which transformers ignores, must agree if present."""
     number, other = config.int_or_none("num_experts_per_tok") or 4, config.int_or_none("experts_per_token")
     if other not in (None, number):
-        raise config.error("experts_per_token", f"{number}, as num_experts_per_tok, or no such key")
+        raise config.error("experts_per_token", f"{number}, as num_experts_per_tok, or nothing")
     return number
 
 

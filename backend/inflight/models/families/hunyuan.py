@@ -100,7 +100,7 @@ def _read_moe(config: ConfigFile) -> DecoderConfig:
     width = config.positive_int("intermediate_size")
     for key, needed in (("moe_intermediate_size", width), ("num_shared_expert", 1)):
         if config.has(key) and _read_of_layers(config, key, needed) != needed:
-            raise config.error(key, f"{needed} in every layer, or no such key")
+            raise config.error(key, f"{needed} in every layer, or nothing")
     experts = ExpertsConfig(
         count=_read_of_layers(config, "num_experts", 1, "num_local_experts"),
         num_per_token=_read_of_layers(config, "moe_topk", 1, "num_experts_per_tok"),

@@ -187,7 +187,7 @@ def _read_minimax_m2(config: ConfigFile) -> DecoderConfig:
     num_layers = config.positive_int("num_hidden_layers")
     kinds = config.value("attn_type_list")
     if kinds is not None and (not is_list(kinds) or not kinds or any(kind != 1 for kind in kinds)):
-        raise config.error("attn_type_list", "1, softmax attention, for every layer, or no such key")
+        raise config.error("attn_type_list", "1, softmax attention, for every layer, or nothing")
     head_dim = read_head_dim(config, _MINIMAX_M2_HEAD_DIM)
     rotary_dim = config.int_or_none("rotary_dim") or head_dim
     if rotary_dim > head_dim:
