@@ -56,9 +56,7 @@ def _yarn(section: ArchitectureKeys, original: int, factor: float) -> Json:
     # llama.cpp multiplies by the default beside this factor, and transformers does not.
     stated, default = section.number_or_none("rope.scaling.yarn_attn_factor"), 0.1 * math.log(factor) + 1
     if stated is not None and abs(stated - default) > 1e-4:
-        raise section.keys.error(
-            section.name("rope.scaling.yarn_attn_factor"), f"{default:g}, or nothing"
-        )
+        raise section.keys.error(section.name("rope.scaling.yarn_attn_factor"), f"{default:g}, or nothing")
     if (scale := section.number_or_none("rope.scaling.yarn_log_multiplier")) is not None:
         factor_of_all = 10 * scale if section.header.architecture == "deepseek2" else scale
         found["mscale"] = found["mscale_all_dim"] = round(factor_of_all, 6)
