@@ -26,10 +26,8 @@ BAR_VARIABLE = "INFLIGHT_PROGRESS_BAR"
 """The environment variable that is 1 if log lines are shown as a bar; `scripts/serve` sets it on a terminal."""
 
 _MIN_PAUSE_S = 1.0
-_MAX_BAR_PAUSE_S, _MAX_LOG_PAUSE_S = (
-    5.0,
-    120.0,
-)  # a server without log lines for five minutes counts as stalled
+_MAX_BAR_PAUSE_S = 5.0
+_MAX_LOG_PAUSE_S = 120.0  # a server without log lines for five minutes counts as stalled
 _COMPILING_PAUSE_S = 5.0
 _GB = 1e9
 _WEIGHTS = re.compile(
@@ -208,7 +206,7 @@ class ProgressEcho:
         return len(text)
 
     def flush(self) -> None:
-        """Flush the terminal."""
+        """Show what has been written so far, except an unfinished line."""
         with self._lock:
             self._stream.flush()
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 from dataclasses import replace
+from typing import TypeVar
 
 from inflight.access_log import AccessLog
 from inflight.core.ports import SendResponseCallback, WaitUntilSent
@@ -65,6 +66,7 @@ _MARGIN_S = 1.0
 
 _Query = ReadState | CommandAdapters | CommandSleep | ReadReports
 _Reply = State | AdapterStates | SleepState | Reported
+_Result = TypeVar("_Result", State, AdapterStates, SleepState)
 
 
 class SocketEngineClient:
@@ -232,31 +234,30 @@ class _EngineConnection:
             self._send(encode(stop))
 
     def state(self, timeout_s: float) -> str:
-        state = self._ask(ReadState(next(self._query_ids), timeout_s), "its state")
-        assert isinstance(state, State), f"got {type(state).__name__}"
-        if state.error_kind:
-            raise error_from_kind(state.error_kind, state.error_message)
-        return state.text
+        return self._result(ReadState(next(self._query_ids), timeout_s), State, "its state").text
 
     def adapters(self, command: AdapterCommand, timeout_s: float) -> tuple[AdapterState, ...]:
         query = CommandAdapters(next(self._query_ids), command, timeout_s)
-        answer = self._ask(query, f"whether it could {command.action.value} adapters")
-        assert isinstance(answer, AdapterStates), f"got {type(answer).__name__}"
-        if answer.error_kind:
-            raise error_from_kind(answer.error_kind, answer.error_message)
-        return answer.adapters
+        return self._result(
+            query, AdapterStates, f"whether it could {command.action.value} adapters"
+        ).adapters
 
     def sleep(self, action: SleepAction, timeout_s: float) -> bool:
-        answer = self._ask(CommandSleep(next(self._query_ids), action, timeout_s), "whether it sleeps")
-        assert isinstance(answer, SleepState), f"got {type(answer).__name__}"
-        if answer.error_kind:
-            raise error_from_kind(answer.error_kind, answer.error_message)
-        return answer.is_asleep
+        query = CommandSleep(next(self._query_ids), action, timeout_s)
+        return self._result(query, SleepState, "whether it sleeps").is_asleep
 
     def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
         reported = self._ask(ReadReports(next(self._query_ids), kind, timeout_s), "what it has done")
         assert isinstance(reported, Reported), f"got {type(reported).__name__}"
         return reported.reports
+
+    def _result(self, query: _Query, kind: type[_Result], what: str) -> _Result:
+        """Send a query and return its answer, which is of class `kind`; raises the error that the answer holds."""
+        answer = self._ask(query, what)
+        assert isinstance(answer, kind), f"got {type(answer).__name__}"
+        if answer.error_kind:
+            raise error_from_kind(answer.error_kind, answer.error_message)
+        return answer
 
     def _ask(self, query: _Query, what: str) -> _Reply:
         """Send a query and wait for its answer, a little longer than the query's own timeout."""

@@ -237,32 +237,34 @@ class _ClientConnection:
             handle.stop(frame.reason, frame.sequence_index)
 
     def _answer_state(self, frame: ReadState) -> None:
-        """Answer a ReadState. Runs on a thread of its own, which ends within the query's timeout."""
-        try:
-            state = State(frame.query_id, self._client.state(frame.timeout_s))
-        except Exception as caught:  # any error goes to the peer
-            error = _as_inflight_error(caught, "the state could not be read")
-            state = State(frame.query_id, error_kind=error.kind, error_message=error.marked)
-        with contextlib.suppress(OSError):  # the connection has ended
-            self._send([encode(state)])
+        self._answer(frame, State, lambda: self._client.state(frame.timeout_s), "the state could not be read")
 
     def _answer_adapter_command(self, frame: CommandAdapters) -> None:
-        """Execute an adapter command and answer it. Runs on a thread of its own."""
-        try:
-            answer = AdapterStates(frame.query_id, self._client.adapters(frame.command, frame.timeout_s))
-        except Exception as caught:  # any error goes to the peer
-            error = _as_inflight_error(caught, "the command could not be carried out")
-            answer = AdapterStates(frame.query_id, error_kind=error.kind, error_message=error.marked)
-        with contextlib.suppress(OSError):  # the connection has ended
-            self._send([encode(answer)])
+        self._answer(frame, AdapterStates, lambda: self._client.adapters(frame.command, frame.timeout_s))
 
     def _answer_sleep(self, frame: CommandSleep) -> None:
-        """Carry out a command about the engine's sleep and answer it. Runs on a thread of its own."""
+        self._answer(frame, SleepState, lambda: self._client.sleep(frame.action, frame.timeout_s))
+
+    def _answer(
+        self,
+        query: ReadState | CommandAdapters | CommandSleep,
+        reply: Callable[..., State | AdapterStates | SleepState],
+        run: Callable[[], object],
+        failure: str = "the command could not be carried out",
+    ) -> None:
+        """Run what a query asks for, and send its result or error. Runs on a thread of its own.
+
+        Args:
+            query: The query.
+            reply: The class of the answer.
+            run: Returns the result, within the query's timeout.
+            failure: The message for an unexpected error.
+        """
         try:
-            answer = SleepState(frame.query_id, self._client.sleep(frame.action, frame.timeout_s))
+            answer = reply(query.query_id, run())
         except Exception as caught:  # any error goes to the peer
-            error = _as_inflight_error(caught, "the command could not be carried out")
-            answer = SleepState(frame.query_id, error_kind=error.kind, error_message=error.marked)
+            error = _as_inflight_error(caught, failure)
+            answer = reply(query.query_id, error_kind=error.kind, error_message=error.marked)
         with contextlib.suppress(OSError):  # the connection has ended
             self._send([encode(answer)])
 

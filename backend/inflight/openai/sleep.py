@@ -68,9 +68,8 @@ async def _command(request: Request, action: SleepAction) -> bool:
                 None,
                 "sleep_mode_disabled",
             )
-        context.model.adapter_of(
-            name
-        )  # raises the error of an unknown name, which one engine's context takes
+        # With one engine, choose_context accepts any name; this raises the error of an unknown one.
+        context.model.adapter_of(name)
         return context
 
     context = await contexts[0].session.wait_for(find)

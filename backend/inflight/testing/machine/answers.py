@@ -1,17 +1,40 @@
-"""Checks the answer of a request: one end, and the tokens that it gets alone."""
+"""A user's request with all its responses, and the check of its answer: one end, and the tokens it gets alone."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 from inflight.core.request.request import Request
-from inflight.core.request.response import SequenceResult, merge_responses
-from inflight.core.request.stop import FINISH_REASON_OF_STOP, FinishReason
+from inflight.core.request.response import Response, SequenceResult, merge_responses
+from inflight.core.request.stop import FINISH_REASON_OF_STOP, FinishReason, StopReason
+from inflight.errors import InflightError
 from inflight.testing.fake_model import Conditions
 from inflight.testing.simulation.alone import compare_outputs, search_alone, sequence_alone
 
-if TYPE_CHECKING:
-    from .whole_server import Ticket
+
+@dataclass
+class Ticket:
+    """A request of one user, and what became of it.
+
+    Attributes:
+        request: The request, with the id of the scenario.
+        responses: Responses that the front end got, in order.
+        refusal: The error that `submit` raised.
+        stops: The reasons for which it was asked to end, with the index of a sequence or None.
+        submitted_ns, answered_ns: When it was submitted, and when its last response came; 0: not yet.
+    """
+
+    request: Request
+    submitted_ns: int
+    responses: list[Response] = field(default_factory=list[Response])
+    refusal: InflightError | None = None
+    stops: list[tuple[StopReason, int | None]] = field(default_factory=list[tuple[StopReason, int | None]])
+    answered_ns: int = 0
+
+    @property
+    def is_answered(self) -> bool:
+        """Return whether it has its last response, or was refused."""
+        return self.refusal is not None or bool(self.responses and self.responses[-1].is_final)
 
 
 def check_ticket(ticket: Ticket, vocab_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Replaces `threading`, `time`, `socket` and `queue` by the machine's wherever the package uses them."""
+"""Replaces the modules of threads, clocks, queues and sockets by the machine's wherever the package uses them."""
 
 from __future__ import annotations
 

@@ -28,7 +28,6 @@ from inflight.ranks.rendezvous import Peer
 
 from .scheduler import Fiber, Machine, Process, Waiters
 from .sockets import Socket
-from .threads import Lock
 from .whole_server import PATH, RunReport, WholeServer
 
 _TIMEOUT_S = 12.0  # of silence, after which a rank is lost
@@ -48,14 +47,14 @@ class _Broadcasts:
 
 
 class _World:
-    """`ranks.mpi.MpiWorld` of one rank."""
+    """The part of `ranks.mpi.MpiWorld` that lockstep uses, for one rank."""
 
     def __init__(self, broadcasts: _Broadcasts, rank: int) -> None:
         self.rank, self.size = rank, broadcasts.size
         self._broadcasts = broadcasts
 
     def broadcast(self, message: bytes = b"") -> bytes:
-        """Return rank 0's message."""
+        """Send a message as rank 0, or wait for rank 0's; return it."""
         shared = self._broadcasts
         if self.rank == 0:
             while max(map(len, shared.waiting[1:])) >= shared.most_waiting:
@@ -70,7 +69,7 @@ class _World:
         return message
 
     def broadcast_buffer(self, buffer: memoryview) -> None:
-        """Copy rank 0's buffer."""
+        """Fill the buffers of all ranks with the bytes of rank 0's."""
         message = self.broadcast(bytes(buffer))
         if self.rank:
             buffer[:] = message
@@ -85,7 +84,7 @@ class _World:
 
 
 class RankedServer(WholeServer):
-    """One run with two or three ranks."""
+    """One run of a server whose engine has two or three ranks."""
 
     def __init__(self, seed: int, most_faults: int | None = None) -> None:
         super().__init__(seed, most_faults)
@@ -124,9 +123,7 @@ class RankedServer(WholeServer):
 
         context = self._context(world, peers, on_loss)
         engine = build_engine(self._parameters(), "", PATH, rank_context=context, load=self._load)
-        object.__setattr__(engine, "_closing", Lock(self.machine))  # its own was made with the class
-        if process is self._engine_process:
-            self._engine = engine
+        self._serve_with(engine, process)
 
     def _be_follower(self, process: Process, world: _World, peers: list[Peer]) -> None:
         self.machine.sleep(self.rng.random() * 2)
@@ -171,28 +168,28 @@ class RankedServer(WholeServer):
         if self._engine is None:
             return
         device = self._let_loop_die()
-        deadline_ns = self.machine.now_ns + int(30e9)
-        while not device.has_died and self.machine.now_ns < deadline_ns:
-            self.machine.sleep(0.1)
-        if not device.has_died:  # there was no iteration
+        if not self._is_true_within(30.0, lambda: device.has_died):  # there was no iteration
             self.machine.kill(self._ranks[0])
         self._replace_lost_ranks(_NOTICED_S)
 
     def _replace_lost_ranks(self, longest_s: float) -> None:
         """Check that all ranks end at most `longest_s` after one of them is lost, and start new ones."""
         self._engine = None
-        deadline_ns = self.machine.now_ns + int(longest_s * 1e9)
-        while any(each.is_alive for each in self._ranks):
-            assert self.machine.now_ns < deadline_ns, "ranks go on although one is lost"
-            self.machine.sleep(0.1)
+        have_ended = self._is_true_within(longest_s, lambda: not any(each.is_alive for each in self._ranks))
+        assert have_ended, "ranks go on although one is lost"
         self._replace_engine()
+
+    def _is_true_within(self, longest_s: float, condition: Callable[[], bool]) -> bool:
+        """Wait until a condition is true, for at most `longest_s` seconds; return whether it is."""
+        deadline_ns = self.machine.now_ns + int(longest_s * 1e9)
+        while not condition() and self.machine.now_ns < deadline_ns:
+            self.machine.sleep(0.1)
+        return condition()
 
     def _close_engine(self) -> None:
         super()._close_engine()
-        deadline_ns = self.machine.now_ns + int(_NOTICED_S * 1e9)
-        while not all(each.has_ended for each in self._mains):
-            assert self.machine.now_ns < deadline_ns, "a rank does not end with rank 0"
-            self.machine.sleep(0.1)
+        have_ended = self._is_true_within(_NOTICED_S, lambda: all(each.has_ended for each in self._mains))
+        assert have_ended, "a rank does not end with rank 0"
         batches = [device.batches for device in self._devices]
         assert all(each == batches[0] for each in batches), "the ranks computed different batches"
         for process in self._ranks:

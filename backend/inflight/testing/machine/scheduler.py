@@ -43,7 +43,6 @@ class Process:
         self.is_alive = True
         self.is_stopped = False
         self.resources: dict[int, Closable] = {}
-        self.current: object = None  # the running thread, as `threading.current_thread` returns it
 
 
 class Fiber:
@@ -56,7 +55,6 @@ class Fiber:
         self.process = process
         self.name = name
         self.has_ended = False
-        self.locals: dict[int, dict[str, object]] = {}  # of `threading.local`, by the object
         self.thread: object = None
         self.waits = 0  # counts waits, so that timers of earlier ones are ignored
         self.is_waiting = False
@@ -65,28 +63,25 @@ class Fiber:
 
 
 class Waiters:
-    """Tasks that wait for something, in the order in which they began to."""
+    """Fibers that wait for something, in the order in which they began to."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
-        self._tasks: deque[Fiber] = deque()
-
-    def __len__(self) -> int:
-        return len(self._tasks)
+        self._fibers: deque[Fiber] = deque()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Let the current task wait; return False if it was not woken within `timeout_s` seconds."""
-        task = self._machine.current
-        self._tasks.append(task)
+        """Let the current fiber wait; return False if it was not woken within `timeout_s` seconds."""
+        fiber = self._machine.current
+        self._fibers.append(fiber)
         self._machine.sleep_until_woken(timeout_s)
-        if task.timed_out and task in self._tasks:
-            self._tasks.remove(task)
-        return not task.timed_out
+        if fiber.timed_out and fiber in self._fibers:
+            self._fibers.remove(fiber)
+        return not fiber.timed_out
 
     def wake(self, count: int | None = None) -> None:
-        """Wake the tasks that have waited longest: `count` of them, or all."""
-        for _ in range(len(self._tasks) if count is None else min(count, len(self._tasks))):
-            self._machine.wake(self._tasks.popleft())
+        """Wake the fibers that have waited longest: `count` of them, or all."""
+        for _ in range(len(self._fibers) if count is None else min(count, len(self._fibers))):
+            self._machine.wake(self._fibers.popleft())
 
 
 class Deadlock(AssertionError):
@@ -94,17 +89,17 @@ class Deadlock(AssertionError):
 
 
 class Machine:
-    """The machine: it runs tasks one at a time, and time passes when all of them wait.
+    """The machine: it runs fibers one at a time, and time passes when all of them wait.
 
     Args:
-        seed: Chooses which of the tasks that can run does, how long steps take, and all faults.
+        seed: Chooses which of the fibers that can run does, how long steps take, and all faults.
 
     Attributes:
         rng: The random numbers of the machine and of the faults.
         now_ns: The monotonic clock in nanoseconds.
         wall_ns: Difference of the wall clock to the monotonic one; a fault may change it.
-        failure: The first exception that ended a task, with its traceback.
-        num_switches: How often a task was run.
+        failure: The first exception that ended a fiber, with its traceback.
+        num_switches: How often a fiber was run.
     """
 
     def __init__(self, seed: int) -> None:
@@ -115,7 +110,7 @@ class Machine:
         self.num_switches = 0
         self.is_over = False
         self.processes: list[Process] = []
-        self.tasks: list[Fiber] = []
+        self.fibers: list[Fiber] = []
         self._numbers = itertools.count(1)
         self._ready: list[Fiber] = []
         self._timers: list[tuple[int, int, Callable[[], None]]] = []
@@ -140,19 +135,19 @@ class Machine:
                 pass
             except BaseException as error:
                 if self.failure is None:
-                    self.failure = task, error, traceback.format_exc()
+                    self.failure = fiber, error, traceback.format_exc()
             finally:
-                task.has_ended = True
+                fiber.has_ended = True
 
-        task = Fiber(next(self._numbers), process, name, run, self._main)
-        self.tasks.append(task)
-        self._ready.append(task)
-        return task
+        fiber = Fiber(next(self._numbers), process, name, run, self._main)
+        self.fibers.append(fiber)
+        self._ready.append(fiber)
+        return fiber
 
     def kill(self, process: Process) -> None:
         """End a process at once: its threads never run again, and its sockets are closed by the kernel."""
         process.is_alive = False
-        self._ready = [task for task in self._ready if task.process is not process]
+        self._ready = [fiber for fiber in self._ready if fiber.process is not process]
         for resource in list(process.resources.values()):
             resource.end_with_process()
         process.resources.clear()
@@ -162,21 +157,21 @@ class Machine:
         process.is_stopped = True
         self.call_later(seconds, lambda: setattr(process, "is_stopped", False))
 
-    # ---------------------------------------------------------------- for the current task
+    # ---------------------------------------------------------------- for the current fiber
 
     @property
     def current(self) -> Fiber:
-        """The task that runs now."""
+        """The fiber that runs now."""
         assert self._current is not None, "no simulated thread runs: this call would block"
         return self._current
 
     @property
     def process(self) -> Process:
-        """The process of the task that runs now."""
+        """The process of the fiber that runs now."""
         return self.current.process
 
     def pause(self) -> None:
-        """Let other tasks run first, sometimes for long, if the seed wants it. Called where real threads may be
+        """Let other fibers run first, sometimes for long, if the seed wants it. Called where real threads may be
         preempted."""
         if self._current is None or self.is_over:
             return
@@ -188,34 +183,34 @@ class Machine:
             self._main.switch()
 
     def sleep_until_woken(self, timeout_s: float | None) -> None:
-        """Wait until `wake` is called for the current task, which sets `timed_out` to False, or the timeout."""
+        """Wait until `wake` is called for the current fiber, which sets `timed_out` to False, or the timeout."""
         if self.is_over:
             raise greenlet.GreenletExit
-        task = self.current
-        task.waits += 1
-        task.is_waiting, task.timed_out = True, False
+        fiber = self.current
+        fiber.waits += 1
+        fiber.is_waiting, fiber.timed_out = True, False
         if timeout_s is not None:
-            number = task.waits
+            number = fiber.waits
 
             def time_out() -> None:
-                if task.is_waiting and task.waits == number:
-                    task.timed_out = True
-                    self.wake(task)
+                if fiber.is_waiting and fiber.waits == number:
+                    fiber.timed_out = True
+                    self.wake(fiber)
 
             self.call_later(timeout_s, time_out)
         self._main.switch()
 
     def sleep(self, seconds: float) -> None:
-        """Let the current task wait."""
+        """Let the current fiber wait."""
         self.sleep_until_woken(max(0.0, seconds))
 
     # ---------------------------------------------------------------- for everyone
 
-    def wake(self, task: Fiber) -> None:
-        """Let a waiting task go on."""
-        if task.is_waiting and task.process.is_alive:
-            task.is_waiting = False
-            self._ready.append(task)
+    def wake(self, fiber: Fiber) -> None:
+        """Let a waiting fiber go on."""
+        if fiber.is_waiting and fiber.process.is_alive:
+            fiber.is_waiting = False
+            self._ready.append(fiber)
 
     def call_later(self, seconds: float, function: Callable[[], None]) -> None:
         """Call a function, which must not wait, after some seconds."""
@@ -225,16 +220,16 @@ class Machine:
     # ---------------------------------------------------------------- the loop
 
     def run_until(self, is_done: Callable[[], bool], longest_s: float) -> None:
-        """Run tasks until `is_done`.
+        """Run threads, one at a time, until `is_done` returns true.
 
         Raises:
             Deadlock: Nothing can run before it is done, or it takes longer than `longest_s` simulated seconds.
-            AssertionError: A task was ended by an exception.
+            AssertionError: A fiber was ended by an exception.
         """
         end_ns = self.now_ns + int(longest_s * 1e9)
         while not is_done():
             self._fire_timers()
-            runnable = [task for task in self._ready if not task.process.is_stopped]
+            runnable = [fiber for fiber in self._ready if not fiber.process.is_stopped]
             if runnable:
                 self._run(self.rng.choice(runnable))
             elif self._timers:
@@ -244,14 +239,14 @@ class Machine:
             if self.now_ns > end_ns:
                 raise Deadlock(f"not done after {longest_s:g} s\n{self.stacks()}")
 
-    def _run(self, task: Fiber) -> None:
-        self._ready.remove(task)
+    def _run(self, fiber: Fiber) -> None:
+        self._ready.remove(fiber)
         self.num_switches += 1
         assert self.num_switches < _MOST_SWITCHES, f"threads make no progress\n{self.stacks()}"
         self.now_ns += self.rng.randrange(_STEP_NS)
-        self._current = task
+        self._current = fiber
         try:
-            task.greenlet.switch()
+            fiber.greenlet.switch()
         finally:
             self._current = None
         if self.failure is not None:
@@ -265,19 +260,19 @@ class Machine:
     def stacks(self) -> str:
         """Return where each thread that has not ended waits."""
         lines: list[str] = []
-        for task in self.tasks:
-            frame = task.greenlet.gr_frame
-            if task.has_ended or not task.process.is_alive or frame is None:
+        for fiber in self.fibers:
+            frame = fiber.greenlet.gr_frame
+            if fiber.has_ended or not fiber.process.is_alive or frame is None:
                 continue
-            lines.append(f"--- {task.name} of {task.process.name}")
+            lines.append(f"--- {fiber.name} of {fiber.process.name}")
             lines += [line.rstrip() for line in traceback.format_stack(frame)[-6:-2]]
         return "\n".join(lines)
 
     def end(self) -> None:
-        """End all tasks that are left. Their `finally` blocks run, without any effect on the results."""
+        """End all fibers that are left. Their `finally` blocks run, without any effect on the results."""
         self.is_over = True
-        for task in self.tasks:
-            while not task.greenlet.dead and task.greenlet:
-                self._current = task
-                task.greenlet.throw()
+        for fiber in self.fibers:
+            while not fiber.greenlet.dead and fiber.greenlet:
+                self._current = fiber
+                fiber.greenlet.throw()
                 self._current = None

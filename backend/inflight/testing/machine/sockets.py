@@ -87,19 +87,19 @@ class Stream:
         return taken
 
     def end(self) -> None:
-        """Close the writing side."""
+        """Close the writing side: the reader gets the bytes on their way, and then the end."""
         self.is_ended = True
         self._wake_readers()
         self.writers.wake()
 
     def refuse(self) -> None:
-        """Close the reading side."""
+        """Close the reading side: writing raises BrokenPipeError from now on."""
         self.is_refused = True
         self._wake_readers()
         self.writers.wake()
 
     def reset(self) -> None:
-        """Lose the bytes on their way."""
+        """Break the stream: bytes on their way are lost, and both sides raise ConnectionResetError."""
         self.is_reset = True
         self._on_their_way.clear()
         self.end()
@@ -165,7 +165,7 @@ class Network:
 
 
 class Selector:
-    """`selectors.DefaultSelector`, for reading."""
+    """Waits until one of several sockets can be read, with the methods of `selectors.DefaultSelector`."""
 
     def __init__(self, machine: Machine) -> None:
         self._keys: dict[Socket, selectors.SelectorKey] = {}
@@ -195,7 +195,7 @@ class Selector:
 
 
 class Socket:
-    """`socket.socket(AF_UNIX)` of the process whose thread makes it."""
+    """A Unix socket with the methods of `socket.socket`; it belongs to the process that makes it."""
 
     def __init__(self, network: Network, process: Process | None = None) -> None:
         self._network = network

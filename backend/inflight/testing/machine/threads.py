@@ -26,7 +26,7 @@ class SimulatedModule:
 
 
 class Lock:
-    """`threading.Lock`."""
+    """A mutex with the methods of `threading.Lock`, for the machine's threads."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -52,9 +52,6 @@ class Lock:
         self._waiters.wake(1)
         self.machine.pause()
 
-    def locked(self) -> bool:
-        return self.owner is not None
-
     def __enter__(self) -> bool:
         return self.acquire()
 
@@ -63,7 +60,7 @@ class Lock:
 
 
 class RLock(Lock):
-    """`threading.RLock`."""
+    """A mutex that its owner may acquire again, with the methods of `threading.RLock`."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
@@ -85,7 +82,7 @@ class RLock(Lock):
 
 
 class Condition:
-    """`threading.Condition`."""
+    """A condition variable with the methods of `threading.Condition`, for the machine's threads."""
 
     def __init__(self, machine: Machine, lock: Lock | None = None) -> None:
         self._machine = machine
@@ -126,7 +123,7 @@ class Condition:
 
 
 class MachineEvent:
-    """`threading.Event`."""
+    """A flag that the machine's threads wait for, with the methods of `threading.Event`."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -153,7 +150,7 @@ class MachineEvent:
 
 
 class Thread:
-    """`threading.Thread`, of the process whose thread makes it."""
+    """A thread of the machine, with the methods of `threading.Thread`; it belongs to the process that makes it."""
 
     def __init__(
         self,
@@ -169,14 +166,14 @@ class Thread:
         self._target, self._args, self._kwargs = target, args, kwargs or {}
         self.name, self.daemon = name, daemon
         self.ident: int | None = None
-        self._task: Fiber | None = None
+        self._fiber: Fiber | None = None
         self._ended = MachineEvent(machine)
 
     def start(self) -> None:
-        assert self._task is None, "threads can only be started once"
-        self._task = self._machine.spawn(self._machine.process, self._run, self.name)
-        self._task.thread = self
-        self.ident = self._task.number
+        assert self._fiber is None, "threads can only be started once"
+        self._fiber = self._machine.spawn(self._machine.process, self._run, self.name)
+        self._fiber.thread = self
+        self.ident = self._fiber.number
         self._machine.pause()
 
     def _run(self) -> None:
@@ -187,18 +184,18 @@ class Thread:
             self._ended.set()
 
     def join(self, timeout: float | None = None) -> None:
-        assert self._task is not None, "cannot join a thread before it is started"
-        if self._task is self._machine.current:
+        assert self._fiber is not None, "cannot join a thread before it is started"
+        if self._fiber is self._machine.current:
             raise RuntimeError("cannot join current thread")
-        if not self._task.has_ended:
+        if not self._fiber.has_ended:
             self._ended.wait(timeout)
 
     def is_alive(self) -> bool:
-        return self._task is not None and not self._ended.is_set()
+        return self._fiber is not None and not self._ended.is_set()
 
 
 class SimpleQueue(Generic[_T]):
-    """`queue.SimpleQueue`."""
+    """An unbounded first-in-first-out queue with the methods of `queue.SimpleQueue`."""
 
     def __init__(self, machine: Machine) -> None:
         self._items: deque[_T] = deque()
@@ -218,9 +215,6 @@ class SimpleQueue(Generic[_T]):
 
     def qsize(self) -> int:
         return len(self._items)
-
-    def empty(self) -> bool:
-        return not self._items
 
 
 def simulated_threading(machine: Machine) -> SimulatedModule:

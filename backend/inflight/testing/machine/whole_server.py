@@ -14,7 +14,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from zlib import crc32
 
 from inflight.build import RunningEngine, build_engine
@@ -32,7 +32,7 @@ from inflight.testing.simulation.integrity import check_integrity
 from inflight.testing.simulation.scenario import draw
 
 from . import modules
-from .answers import check_ticket
+from .answers import Ticket, check_ticket
 from .scheduler import Machine, Process
 from .sockets import Network
 from .threads import Lock
@@ -42,31 +42,6 @@ _LONGEST_S = 900.0
 _MOST_FAULTS = 8
 _QUERY_TIMEOUT_S = 20.0
 _IDLE_S = 20.0  # until nothing of a request is left, once all front ends have their answers
-
-
-@dataclass
-class Ticket:
-    """A request of one user, and what became of it.
-
-    Attributes:
-        request: The request, with the id of the scenario.
-        responses: Responses that the front end got, in order.
-        refusal: The error that `submit` raised.
-        stops: The reasons for which it was asked to end, with the index of a sequence or None.
-        submitted_ns, answered_ns: When it was submitted, and when its last response came; 0: not yet.
-    """
-
-    request: Request
-    submitted_ns: int
-    responses: list[Response] = field(default_factory=list[Response])
-    refusal: InflightError | None = None
-    stops: list[tuple[StopReason, int | None]] = field(default_factory=list[tuple[StopReason, int | None]])
-    answered_ns: int = 0
-
-    @property
-    def is_answered(self) -> bool:
-        """Return whether it has its last response, or was refused."""
-        return self.refusal is not None or bool(self.responses and self.responses[-1].is_final)
 
 
 @dataclass(frozen=True)
@@ -120,7 +95,7 @@ class FailingDevice(FakeEngine):
 
 
 class WholeServer:
-    """One run.
+    """One run of a whole server, with its engine, front ends, users and faults.
 
     Args:
         seed: Chooses the requests, the settings, the faults, and the order of all threads.
@@ -157,7 +132,6 @@ class WholeServer:
         self._front_ends: list[Process] = []
         self._users_left: Counter[Process] = Counter()  # users of live front ends who still have requests
         self._chaos_is_over = False
-        self._is_closing = False
 
     def run(self) -> RunReport:
         """Run to the end, and check all promises."""
@@ -186,12 +160,12 @@ class WholeServer:
 
     @classmethod
     def fewest_faults(cls, seed: int) -> str:
-        """Return with which of its faults, in order, a seed that fails still does."""
+        """Return how few of its faults a failing seed needs: the shortest prefix of them with which it fails."""
         for most_faults in range(_MOST_FAULTS + 1):
             server = cls(seed, most_faults)
             try:
                 server.run()
-            except Exception:
+            except Exception:  # any failure of a run, also one of the code that it runs
                 kinds = ", ".join(f"{count} {kind}" for kind, count in server.faults.items())
                 return f"with its first {most_faults} faults ({kinds or 'none'})"
         return "no more: it is not deterministic"
@@ -225,6 +199,10 @@ class WholeServer:
             engine = build_engine(self._parameters(), "", PATH, load=self._load)
         except ConfigError as error:
             raise AssertionError(f"an engine cannot start: {error}") from error
+        self._serve_with(engine, process)
+
+    def _serve_with(self, engine: RunningEngine, process: Process) -> None:
+        """Use an engine that has started from now on, unless its process has been replaced since."""
         object.__setattr__(engine, "_closing", Lock(self.machine))  # its own was made with the class
         if process is self._engine_process:
             self._engine = engine
@@ -481,9 +459,9 @@ class WholeServer:
 
     def _threads_of_engine(self) -> list[str]:
         return [
-            task.name
-            for task in self.machine.tasks
-            if task.process is self._engine_process and not task.has_ended
+            fiber.name
+            for fiber in self.machine.fibers
+            if fiber.process is self._engine_process and not fiber.has_ended
         ]
 
     @staticmethod
