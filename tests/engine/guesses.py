@@ -5,14 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
+import torch
+
 from inflight.core.request.request import OutputOptions, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import ScheduledBatch
 from inflight.engine.engine import ModelEngine
+from inflight.engine.kv_cache import KvCache
+from tests.engine.kernels import needs_native
 from tests.models.zoo import ZooModel
 
 METRICS = OutputOptions(return_perf_metrics=True)
 NUM_TOKENS = 24
+KERNELS = pytest.mark.parametrize("kernels", [pytest.param("native", marks=needs_native), "torch"])
 WAYS = ("no-evict", "utilization-chunked-no-reuse", "utilization")
 
 
@@ -57,3 +63,11 @@ def make_requests(model: ZooModel, count: int = 6) -> list[Request]:
         )
         for number in range(count)
     ]
+
+
+@torch.inference_mode()
+def fill_with_garbage(cache: KvCache) -> None:
+    """Fill all blocks but the null block with NaN, as sequences may leave them after an overflow."""
+    for memory in cache._memories():
+        if memory.is_floating_point():
+            memory[:, :, : cache.null_block] = float("nan")

@@ -15,7 +15,8 @@ from inflight.core.request.sampling_config import SamplingConfig
 from inflight.engine.kv_cache import KvCache, block_bytes
 from inflight.errors import ConfigError
 from inflight.models.registry import read_model_description
-from tests.engine.guesses import METRICS, WAYS, Guesses, make_requests
+from tests.engine.guesses import KERNELS, METRICS, WAYS, Guesses, fill_with_garbage, make_requests
+from tests.engine.kernels import needs_native
 from tests.engine.lora import make_adapter, stored
 from tests.engine.ranks import ranks
 from tests.engine.serving import Served, config_of, load, serve
@@ -45,13 +46,15 @@ def with_head(way: str, count: int) -> Any:
 
 @pytest.mark.parametrize("case", with_all(CASES, ("qwen3-next", "deepseek-v3", "qwen3.5")))
 @pytest.mark.parametrize("way", with_all(WAYS, WAYS[:2]))
-def test_guesses_are_those_of_transformers_layers(models: Any, case: str, way: str) -> None:
+@KERNELS
+def test_guesses_are_those_of_transformers_layers(models: Any, case: str, way: str, kernels: str) -> None:
     """Chunks, reused blocks and pauses leave the head's cache complete, and no guess changes a token."""
     model = models(case)
     requests = make_requests(model)
     plain = serve(load(model.folder, 200, 6, kernels="torch"), config_of(way), requests)
-    engine = load(model.folder, 26, 4, has_draft_head=True)
+    engine = load(model.folder, 26, 4, has_draft_head=True, kernels=kernels)
     guesses = Guesses(engine)
+    fill_with_garbage(engine.runner.cache)
     served = serve(engine, with_head(way, 3), requests)
     for request in requests:
         assert served.tokens(request) == plain.tokens(request)
@@ -62,13 +65,14 @@ def test_guesses_are_those_of_transformers_layers(models: Any, case: str, way: s
 
 
 @pytest.mark.parametrize("case", with_all(CASES, ("qwen3.5", "deepseek-v3")))
-def test_right_guesses_save_iterations(models: Any, case: str) -> None:
+@KERNELS
+def test_right_guesses_save_iterations(models: Any, case: str, kernels: str) -> None:
     model = models(case, agrees=True)
     request = Request(0, model.prompt(9), 40, output=METRICS)
     plain = serve(load(model.folder, 100, kernels="torch"), config_of("no-evict"), [request])
     assert plain.tokens(0) == model.greedy(request.input_token_ids, 40)
     for count in (1, 3):
-        engine = load(model.folder, 100, has_draft_head=True)
+        engine = load(model.folder, 100, has_draft_head=True, kernels=kernels)
         engine.limits = replace(engine.limits, guess_cost=0.0)  # drafts are as long as the request allows
         served = serve(engine, with_head("no-evict", count), [request])
         assert served.tokens(0) == plain.tokens(0)
@@ -78,7 +82,10 @@ def test_right_guesses_save_iterations(models: Any, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", with_all(CASES, ("qwen3-next", "glm4-moe")))
-def test_requests_of_all_kinds_have_the_same_results_with_and_without_guesses(models: Any, case: str) -> None:
+@KERNELS
+def test_requests_of_all_kinds_have_the_same_results_with_and_without_guesses(
+    models: Any, case: str, kernels: str
+) -> None:
     """Beams, logits and additional outputs have no drafts; adapters, stops and own drafts have effect as ever."""
     model = models(case, agrees=True)
     first = Request(0, model.prompt(19), 20, output=METRICS)
@@ -109,7 +116,7 @@ def test_requests_of_all_kinds_have_the_same_results_with_and_without_guesses(mo
             model.folder,
             70,
             8,
-            kernels="torch",
+            kernels=kernels,
             has_draft_head=count is not None,
             lora_cache_gpu_memory_fraction=0.05,
         )
@@ -132,6 +139,26 @@ def test_requests_of_all_kinds_have_the_same_results_with_and_without_guesses(mo
             for of_found, of_expected in zip(found.log_probs or (), expected.log_probs or (), strict=True):
                 assert of_found == pytest.approx(of_expected, abs=1e-4)
         assert served.result(0).perf_metrics.num_accepted_draft_tokens > 3
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "changes",
+    [{"dtype": "bfloat16"}, {"dtype": "int8"}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8"}],
+    ids=["bfloat16", "int8", "int8 cache", "fp8 cache"],
+)
+@pytest.mark.parametrize("case", with_all(("qwen3-next", "qwen3.5", "glm4-moe"), ("qwen3.5",)))
+def test_guesses_change_no_token_of_rounded_numbers(models: Any, case: str, changes: dict[str, str]) -> None:
+    """Compiled layers compute each row in the same order, whether a draft or generation has it."""
+    model = models(case, agrees=True)
+    requests = make_requests(model)
+    plain = serve(load(model.folder, 200, 6, kernels="native", **changes), config_of("no-evict"), requests)
+    engine = load(model.folder, 200, 6, kernels="native", has_draft_head=True, **changes)
+    guesses = Guesses(engine)
+    served = serve(engine, with_head("no-evict", 3), requests)
+    assert len(guesses.found) > 20
+    for request in requests:
+        assert served.tokens(request) == plain.tokens(request)
 
 
 @pytest.mark.parametrize("case", with_all(CASES, ("qwen3-next",)))
@@ -183,7 +210,6 @@ def test_saved_blocks_have_all_that_the_head_needs(models: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kernels": "native"}, "kernels is native, but there is no compiled code: .* a draft head"),
         (
             {"implementation": "transformers"},
             "mtp, expected none, prompt-lookup or suffix: engine is transformers",

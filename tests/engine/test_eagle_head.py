@@ -21,7 +21,7 @@ from inflight.engine.kv_cache import KvCache, block_bytes
 from inflight.errors import ConfigError
 from inflight.models.eagle_head import with_eagle_head
 from inflight.models.registry import read_model_description
-from tests.engine.guesses import METRICS, WAYS, Guesses, make_requests
+from tests.engine.guesses import KERNELS, METRICS, WAYS, Guesses, fill_with_garbage, make_requests
 from tests.engine.lora import make_adapter, stored
 from tests.engine.pictures import Picture, make_prompt, request_of
 from tests.engine.ranks import ranks
@@ -54,14 +54,18 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> tuple[ZooModel, EagleHead
 
 @pytest.mark.parametrize("case", with_all(CASES, ("llama-gqa", "qwen3.5", "deepseek-v3")))
 @pytest.mark.parametrize("way", with_all(WAYS, WAYS[1:]))
-def test_guesses_follow_the_published_formulas(zoo: Zoo, tmp_path: Path, case: str, way: str) -> None:
+@KERNELS
+def test_guesses_follow_the_published_formulas(
+    zoo: Zoo, tmp_path: Path, case: str, way: str, kernels: str
+) -> None:
     """Chunks, reused blocks and pauses leave the head's cache complete, and no guess changes a token."""
     model = zoo[case]
     head = make_random_head(tmp_path, model)
     requests = make_requests(model)
     plain = serve(load(model.folder, 200, 6, kernels="torch"), config_of("no-evict"), requests)
-    engine = load(model.folder, 26, 4, eagle_dir=str(head.folder))
+    engine = load(model.folder, 26, 4, eagle_dir=str(head.folder), kernels=kernels)
     guesses = Guesses(engine)
+    fill_with_garbage(engine.runner.cache)
     served = serve(engine, with_head(way, 3), requests)
     for request in requests:
         assert served.tokens(request) == plain.tokens(request)
@@ -151,13 +155,14 @@ def load_script() -> Any:
     return module
 
 
-def test_right_guesses_save_iterations(right: tuple[ZooModel, EagleHeadFolder]) -> None:
+@KERNELS
+def test_right_guesses_save_iterations(right: tuple[ZooModel, EagleHeadFolder], kernels: str) -> None:
     model, head = right
     request = Request(0, model.prompt(9), 40, output=METRICS)
     plain = serve(load(model.folder, 100, kernels="torch"), config_of("no-evict"), [request])
     assert plain.tokens(0) == model.greedy(request.input_token_ids, 40)
     for count in (1, 3):
-        engine = load(model.folder, 100, eagle_dir=str(head.folder))
+        engine = load(model.folder, 100, eagle_dir=str(head.folder), kernels=kernels)
         engine.limits = replace(engine.limits, guess_cost=0.0)  # drafts are as long as the request allows
         served = serve(engine, with_head("no-evict", count), [request])
         assert served.tokens(0) == plain.tokens(0)
@@ -193,8 +198,9 @@ def test_a_guess_costs_a_layer_and_the_output_projection(zoo: Zoo, tmp_path: Pat
     assert limits.guess_cost == decoder.guess_cost
 
 
+@KERNELS
 def test_requests_of_all_kinds_have_the_same_results_with_and_without_guesses(
-    right: tuple[ZooModel, EagleHeadFolder],
+    right: tuple[ZooModel, EagleHeadFolder], kernels: str
 ) -> None:
     """Beams, logits and additional outputs have no drafts; adapters, stops and own drafts have effect as ever."""
     model, head = right
@@ -226,7 +232,7 @@ def test_requests_of_all_kinds_have_the_same_results_with_and_without_guesses(
             model.folder,
             70,
             8,
-            kernels="torch",
+            kernels=kernels,
             eagle_dir=None if count is None else str(head.folder),
             lora_cache_gpu_memory_fraction=0.05,
         )
@@ -313,7 +319,6 @@ def test_a_head_needs_memory_for_its_layer_and_for_hidden_states(zoo: Zoo, tmp_p
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kernels": "native"}, "kernels is native, but there is no compiled code: .* a draft head"),
         (
             {"implementation": "transformers"},
             "eagle3, expected none, prompt-lookup or suffix: engine is transformers",

@@ -42,5 +42,4 @@ def only_by_torch(decoder: DecoderConfig) -> dict[str, bool]:
         "several residual streams (AltUp)": decoder.altup is not None,
         "low-rank branches beside attention (LAuReL)": decoder.laurel_rank > 0,
         "sparse gates of MLPs": any(decoder.gate_sparsity),
-        "a draft head (speculative_decoding_mode mtp or eagle3)": decoder.drafts,
     }

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,12 +18,15 @@ from inflight.core.schedule.batch import AdapterLoad, ScheduledBatch
 from inflight.engine.adapter_pool import ActiveAdapters, AdapterPool
 from inflight.engine.additional_outputs import HiddenStates
 from inflight.engine.block_memory import CacheBytes
+from inflight.engine.collectives import Collectives
 from inflight.engine.kv_cache import Numbers
 from inflight.engine.packing import PackedBatch, TileLimits
 from inflight.engine.recurrent.states import RecurrentStates
 from inflight.engine.rotary_tables import RotaryTables
 from inflight.engine.slots import SlotTable
 from inflight.models import DecoderConfig
+from inflight.models.decoder_weights import Norm
+from inflight.models.sharding import Part
 from inflight.sampling.row_kernels import RowKernels
 
 
@@ -106,6 +109,28 @@ class RecordedDecoder(RunnerDecoder, Protocol):
         ...
 
 
+class DraftedModel(Protocol):
+    """The interface of a model's decoder for its draft head; `Decoder` documents each member."""
+
+    config: DecoderConfig
+    part: Part
+    collectives: Collectives
+    max_sequence_length: int
+
+    def embed(self, packed: PackedBatch) -> Tensor:
+        """Return the rows' embeddings [rows, hidden_size]."""
+        ...
+
+    def normalize(self, hidden: Tensor) -> Tensor:
+        """Apply the final norm to `forward`'s output."""
+        ...
+
+    def logits_after(self, norm: Norm) -> Callable[[Tensor], Tensor]:
+        """Return a function from hidden states [n, hidden_size] to logits [n, vocab_size] float32, which applies
+        `norm` and the output projection."""
+        ...
+
+
 class DraftGuesser(Protocol):
     """The interface of a draft head for a ModelRunner; `layers/draft_head.py` documents it."""
 
@@ -118,6 +143,10 @@ class DraftGuesser(Protocol):
 
     def guess(self, batch: ScheduledBatch, slots: SlotTable, rotary: RotaryTables) -> ScheduledBatch:
         """Return the batch with guessed tokens in place of GUESSED_ON_DEVICE."""
+        ...
+
+    def clear(self, block_ids: Tensor) -> None:
+        """Zero the head's part of blocks [n] that a sequence is about to use."""
         ...
 
 

@@ -183,6 +183,7 @@ class KvCache:
         part = copy.copy(self)
         for name in ("_head_shapes", "_layers", "_layer_scales", "_tokens"):
             setattr(part, name, getattr(self, name)[-1:])
+        part._blocks, part._scales = ([each[0][None]] for each in (part._layers, part._layer_scales))
         return part
 
     @property

@@ -26,14 +26,15 @@ from inflight.engine.engine import ModelEngine
 from inflight.engine.kv_cache import KvCache, block_bytes
 from inflight.engine.kv_quantization import find_kv_quantization
 from inflight.engine.layers.decoder import Decoder
-from inflight.engine.layers.draft_head import MtpHead
+from inflight.engine.layers.draft_head import DraftHead, MtpHead
 from inflight.engine.layers.eagle_head import EagleHead
 from inflight.engine.layers.torch_sink import TorchSink
-from inflight.engine.layers.transformers_decoder import TransformersModel
+from inflight.engine.layers.transformers_decoder import TransformersDecoder, TransformersModel
 from inflight.engine.load_decoder import (
     AnyDecoder,
     computed_dtype,
     find_model,
+    keeps_levels,
     load_decoder,
     log_not_mapped,
     runs_compiled,
@@ -52,11 +53,11 @@ from inflight.engine.runner import ModelRunner
 from inflight.engine.sequence_length import longest_sequence
 from inflight.engine.windows import layer_windows
 from inflight.guided.grammars import Grammars
-from inflight.models.decoder_weights import LayerWeights, Linear
-from inflight.models.eagle_weights import EagleWeights, eagle_bytes, load_eagle_weights
-from inflight.models.loader import check_weights
+from inflight.models.eagle_weights import eagle_bytes, load_eagle_weights
+from inflight.models.loader import check_weights, draft_head_bytes, load_draft_head
 from inflight.models.registry import ModelDescription
 from inflight.models.sharding import Part
+from inflight.models.sink import KeptLevels
 from inflight.ranks.topology import Mapping
 from inflight.sampling import Sampler
 from inflight.sampling.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
@@ -163,15 +164,11 @@ def load_runner(options: LoadOptions) -> ModelRunner:
     loader = _Loader(options, _find_model(options, device), device)
     loader.check_room()
     decoder = loader.load_weights()
-    eagle = loader.load_eagle(decoder)
+    make_head = loader.load_draft_head(decoder)
     num_adapter_pages = loader.reserve_adapters(decoder)
     capture = loader.find_graphs(decoder.has_fixed_shapes)
     cache = loader.allocate_cache(decoder, num_adapter_pages, capture)
-    head = None
-    if isinstance(decoder, Decoder) and eagle is not None:
-        head = EagleHead(decoder, eagle, cache)
-    elif isinstance(decoder, Decoder) and decoder.weights.draft_head is not None:
-        head = MtpHead(decoder, decoder.weights.draft_head, cache)
+    head = None if make_head is None else make_head(cache)
     return loader.make_runner(decoder, cache, num_adapter_pages, capture, draft_head=head)
 
 
@@ -236,16 +233,27 @@ class _Loader(RankLoader):
                 config, self._model, self.device, self.part, windows, longest, self.options.collectives
             )
 
-    def load_eagle(self, decoder: AnyDecoder) -> EagleWeights[LayerWeights, Linear] | None:
-        """Read the rank's part of the EAGLE-3 head; None without one."""
-        model = self._model
-        if isinstance(model, TransformersModel) or model.eagle is None:
+    def load_draft_head(self, decoder: AnyDecoder) -> Callable[[KvCache], DraftHead] | None:
+        """Read the rank's part of the draft head for torch's operators; None without one.
+
+        Returns a function that makes the head with the KV cache, which is allocated after all weights.
+        """
+        model, device = self._model, self.device
+        if isinstance(model, TransformersModel) or not model.decoder.drafts:
             return None
+        assert not isinstance(decoder, TransformersDecoder), "the model has a description"
         dtype, shard = decoder.dtype, self.part.shard
-        num_bytes = partial(eagle_bytes, model.eagle, dtype, shard)
-        with allocating("the EAGLE-3 head", num_bytes, self.device, LESS_WEIGHTS):
-            sink = TorchSink(dtype, self.device, self.config.dtype)
-            return load_eagle_weights(sink, model.eagle, model.decoder.vocab_size, dtype, self.device, shard)
+        sink = TorchSink(dtype, device, self.config.dtype)
+        if model.eagle is not None:
+            num_bytes = partial(eagle_bytes, model.eagle, dtype, shard)
+            with allocating("the EAGLE-3 head", num_bytes, device, LESS_WEIGHTS):
+                eagle = load_eagle_weights(sink, model.eagle, model.decoder.vocab_size, dtype, device, shard)
+            return partial(EagleHead, decoder, eagle)
+        kept = KeptLevels() if keeps_levels(self.config, model, device) else None
+        num_bytes = partial(draft_head_bytes, model, dtype, self.part)
+        with allocating("the draft head", num_bytes, device, LESS_WEIGHTS):
+            mtp = load_draft_head(sink, model, dtype, device, self.part, kept)
+        return partial(MtpHead, decoder, mtp)
 
     def reserve_adapters(self, decoder: AnyDecoder) -> int:
         """Allocate pages for LoRA adapters; return their number."""

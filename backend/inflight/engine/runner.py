@@ -285,8 +285,12 @@ class ModelRunner:
         device = self.cache.device
         if batch.block_copies:
             self.cache.copy(*upload(np.array(batch.block_copies), device).unbind(1))
-        if fresh_blocks and self.decoder.needs_cleared_blocks:
+        if not fresh_blocks:
+            return
+        if self.decoder.needs_cleared_blocks:
             self.cache.clear(upload(np.array(fresh_blocks), device))
+        elif self._draft_head is not None:
+            self._draft_head.clear(upload(np.array(fresh_blocks), device))
 
 
 def _record(

@@ -317,7 +317,6 @@ class DecoderWeights(Generic[LayerT, LinearT]):
         token_inputs: Weights that make per-layer embeddings; None if there are none.
         streams: Weights for several residual streams; None if there is one.
         embedding_norm: Norm on embeddings; None if there is none, and after the first stage.
-        draft_head: The draft head; None unless `DecoderConfig.has_draft_head`.
     """
 
     embedding: Tensor | None
@@ -328,7 +327,6 @@ class DecoderWeights(Generic[LayerT, LinearT]):
     token_inputs: TokenInputWeights | None = None
     streams: StreamWeights | None = None
     embedding_norm: Norm | None = None
-    draft_head: DraftHeadWeights[LayerT, LinearT] | None = None
 
 
 PlainWeights = DecoderWeights[LayerWeights, Linear]

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Set
+from dataclasses import replace
 
 import torch
 
 from inflight.checkpoint_config import checkpoint_name
 from inflight.models.checkpoint import Checkpoint
-from inflight.models.decoder_weights import DecoderWeights, LayerT, LinearT
+from inflight.models.decoder_weights import DecoderWeights, DraftHeadWeights, LayerT, LinearT
 from inflight.models.find_sources import find_sources
 from inflight.models.fitting import fitted, log_left_out, log_untied, untied
 from inflight.models.levels import MatrixKind
@@ -143,9 +144,9 @@ def load_weights_into(
 ) -> DecoderWeights[LayerT, LinearT]:
     """Read a part of the model's weights onto `device` as `dtype`, and convert each projection and layer.
 
-    Only the results of `sink` are kept, so at most one projection is in memory twice. With `kept`, quantized
-    matrices are passed to the sink as levels if it accepts them. The whole checkpoint is checked, so that all
-    ranks report equal errors.
+    A draft head is not read. Only the results of `sink` are kept, so at most one projection is in memory twice.
+    With `kept`, quantized matrices are passed to the sink as levels if it accepts them. The whole checkpoint is
+    checked, so that all ranks report equal errors.
 
     Raises:
         ConfigError: Files are missing or damaged, or tensors are missing, unexpected, wrongly shaped or quantized.
@@ -156,7 +157,41 @@ def load_weights_into(
         if model is not fitting:
             log_untied(model)
         log_left_out(model, checkpoint)
-        sources = find_sources(model, part)
+        sources = replace(find_sources(model, part), draft_head=None)
         num_bytes = sum(tensor.num_bytes(dtype) for tensor in tensors(sources))
         with load_progress(f"Loading {checkpoint_name(model.folder)}", num_bytes) as advance:
             return WeightReader(checkpoint, dtype, device, sink, kept, advance).read(sources)
+
+
+def draft_head_bytes(model: ModelDescription, dtype: torch.dtype, part: Part) -> int:
+    """Return the memory that a part of the checkpoint's draft head takes if nothing is quantized, in bytes."""
+    return sum(
+        tensor.num_bytes(dtype) for tensor in tensors(find_sources(survey(model).model, part).draft_head)
+    )
+
+
+def load_draft_head(
+    sink: Sink[LayerT, LinearT],
+    model: ModelDescription,
+    dtype: torch.dtype,
+    device: torch.device,
+    part: Part,
+    kept: KeptLevels | None = None,
+) -> DraftHeadWeights[LayerT, LinearT]:
+    """Read a part of the checkpoint's draft head as `load_weights_into` reads the model.
+
+    Args:
+        sink: Converts each projection and the layer.
+        model: A model with `DecoderConfig.has_draft_head`.
+        dtype: Dtype of tensors that are not converted.
+        device: Device of the weights.
+        part: The rank's part of the model, of its last pipeline stage.
+        kept: If set, quantized matrices are passed to the sink as levels if it accepts them.
+
+    Raises:
+        ConfigError: As `load_weights_into`.
+    """
+    with Checkpoint(model.folder) as checkpoint:
+        sources = find_sources(fitted(model, checkpoint), part).draft_head
+        assert sources is not None, "the last stage of a model with a draft head has it"
+        return WeightReader(checkpoint, dtype, device, sink, kept, lambda _: None).draft_head(sources)

@@ -85,7 +85,7 @@ class WeightReader(Generic[LayerT, LinearT]):
         self._sink, self._kept, self._advance = sink, kept, advance
 
     def read(self, sources: DecoderSources) -> DecoderWeights[LayerT, LinearT]:
-        """Return the weights of a part of a model, as converted by the sink."""
+        """Return the weights of a part of a model, as converted by the sink, without its draft head."""
         embedding = position_embedding = embedding_norm = final_norm = lm_head = None
         if sources.final_norm is not None:
             lm_head = self._kept_head(sources)
@@ -116,10 +116,10 @@ class WeightReader(Generic[LayerT, LinearT]):
             token_inputs,
             streams,
             embedding_norm,
-            None if sources.draft_head is None else self._draft_head(sources.draft_head),
         )
 
-    def _draft_head(self, sources: DraftHeadSources) -> DraftHeadWeights[LayerT, LinearT]:
+    def draft_head(self, sources: DraftHeadSources) -> DraftHeadWeights[LayerT, LinearT]:
+        """Return the weights of a draft head, as converted by the sink."""
         return DraftHeadWeights(
             embedding_norm=self._norm(sources.embedding_norm, self.plain),
             hidden_norm=self._norm(sources.hidden_norm, self.plain),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -29,6 +30,7 @@ from inflight.engine.cpu.structs import (
     Handle,
     LatentShapeStruct,
     LayerStruct,
+    NormStruct,
     RecurrentShapeStruct,
     RoutedStruct,
     ShapeStruct,
@@ -44,7 +46,7 @@ from inflight.engine.windows import AttentionWindow
 from inflight.errors import ConfigError
 from inflight.models import DecoderConfig
 from inflight.models.decoder_config import ClampedSwiglu, ExpertsConfig, LatentAttention
-from inflight.models.decoder_weights import DecoderWeights
+from inflight.models.decoder_weights import DecoderWeights, Norm
 from inflight.models.recurrent import GatedDelta, Mamba2, RecurrentConfig, ShortConv, total_size
 from inflight.models.rope_tables import query_factors, rope_tables
 from inflight.models.sharding import Part
@@ -85,6 +87,7 @@ class NativeDecoder:
     Attributes:
         config: Configuration of the whole model.
         dtype: Dtype of activations, and of a KV cache that is not quantized.
+        part, collectives, max_sequence_length: The arguments of the same names.
         kernels: As for `Decoder`.
         has_fixed_shapes: As for `Decoder`.
         needs_cleared_blocks: As for `Decoder`.
@@ -118,7 +121,7 @@ class NativeDecoder:
         self.instruction_set = packer.library.target
         self._num_threads = packer.num_threads
         self._vocabulary = part.shard.split(config.vocab_size)
-        self._collectives = collectives
+        self.part, self.collectives, self.max_sequence_length = part, collectives, max_sequence_length
         self._packed = weights.layers
         self._first_layer = part.layers[0]
         self._layers = (LayerStruct * len(self._packed))(*(layer.struct for layer in self._packed))
@@ -129,6 +132,7 @@ class NativeDecoder:
             self._lm_head, self._lm_head_tensors = weights.lm_head.struct, weights.lm_head.tensors
             self._final_norm, self._final_norm_tensors = packer.norm(weights.final_norm)
         self._norm = weights.final_norm
+        self._pack_norm = packer.norm
         self._set_positions(held, layer_windows[slice(*part.layers)], max_sequence_length)
         self._adapters = PackedAdapters(packer.library, config, part, self.dtype)
         self._logits_memory = Recycled()
@@ -182,7 +186,7 @@ class NativeDecoder:
         between = between or HiddenStates()
         virtual = packed.virtual
         num_added = 0 if virtual is None else len(virtual.added)
-        if self._collectives.size == 1:
+        if self.collectives.size == 1:
             for begin, end in itertools.pairwise(self._stops(between, num_added)):
                 between.keep(self._first_layer + begin, x)
                 self._run(batch, x, begin, end)
@@ -194,7 +198,7 @@ class NativeDecoder:
             between.keep(self._first_layer + index, x)
             for half, contribution in ((_ATTENTION, layer.attention), (_MLP, layer.mlp)):
                 self._run(batch, x, index, index + 1, partial, half)
-                self._take(x, self._collectives.all_reduce(partial), contribution)
+                self._take(x, self.collectives.all_reduce(partial), contribution)
             if virtual is not None:
                 virtual.add_after(self._first_layer + index, x)
         return x
@@ -212,7 +216,7 @@ class NativeDecoder:
 
         The call also finds the largest logit of each row, for `row_kernels`.
         """
-        if self._collectives.size > 1 or (packed.virtual is not None and packed.virtual.added):
+        if self.collectives.size > 1 or (packed.virtual is not None and packed.virtual.added):
             return self.logits(self.forward(packed, cache, hidden), packed.sampled_rows)
         batch, x = self._begin(packed, cache, hidden)
         rows = packed.sampled_rows
@@ -236,17 +240,35 @@ class NativeDecoder:
         return logits
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        return self._logits_after(self._final_norm, hidden, rows)
+
+    def logits_after(self, norm: Norm) -> Callable[[Tensor], Tensor]:
+        """Return a function from hidden states to logits as `Decoder.logits_after` does."""
+        struct, tensors = self._pack_norm(norm)
+
+        def logits(hidden: Tensor) -> Tensor:
+            assert tensors, "the struct points to these tensors"
+            return self._logits_after(struct, hidden, torch.arange(len(hidden)))
+
+        return logits
+
+    def _logits_after(self, norm: NormStruct, hidden: Tensor, rows: Tensor) -> Tensor:
         hidden, rows = hidden.contiguous(), rows.contiguous()
         logits = self._logits_memory.empty((len(rows), self._lm_head.columns), torch.float32)
-        parameters = (self._final_norm, self._lm_head)
+        parameters = (norm, self._lm_head)
         is_done = self._library.logits(
             self._handle, *parameters, hidden.data_ptr(), rows.data_ptr(), len(rows), logits.data_ptr()
         )
         _check(is_done)
-        return join_logits(logits, self.config.vocab_size, self._collectives)
+        return join_logits(logits, self.config.vocab_size, self.collectives)
 
     def load_adapter(self, load: AdapterLoad) -> None:
         self._adapters.load(load)
+
+    def embed(self, packed: PackedBatch) -> Tensor:
+        """Return the rows' embeddings [rows, hidden_size], the first layer's input; at the first stage."""
+        learned = self._position_embedding
+        return embed(packed, self.config, self._vocabulary, self._look_up, self.collectives, learned)
 
     def normalize(self, hidden: Tensor) -> Tensor:
         """Apply the final norm with torch's operators."""
@@ -289,10 +311,7 @@ class NativeDecoder:
             batch.adapters = batch.adapters_array.ctypes.data
         if cache.states is not None:
             self._add_segments(batch, cache.states)
-        if hidden is not None:
-            return batch, hidden.contiguous()
-        learned = self._position_embedding
-        return batch, embed(packed, self.config, self._vocabulary, self._look_up, self._collectives, learned)
+        return batch, self.embed(packed) if hidden is None else hidden.contiguous()
 
     def _add_segments(self, batch: BatchStruct, states: RecurrentStates) -> None:
         """Add the rows of `states.metadata` to the batch, with memory for the rows of drafts."""

@@ -9,6 +9,7 @@ fields of DecoderConfig.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -325,10 +326,19 @@ class Decoder:
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Return the logits [n, vocab_size] float32 of `forward`'s output `hidden` at the indices `rows` [n]
         int64."""
-        norm, head = self.weights.final_norm, self.weights.lm_head
-        assert norm is not None and head is not None, "the last stage makes the logits"
-        logits = head(self._norm(hidden[rows], norm)).float()
-        logits = finish_logits(logits, self.config)
+        norm = self.weights.final_norm
+        assert norm is not None, "the last stage makes the logits"
+        return self._logits_after(norm, hidden[rows])
+
+    def logits_after(self, norm: Norm) -> Callable[[Tensor], Tensor]:
+        """Return a function from hidden states [n, hidden_size] to logits [n, vocab_size] float32, which applies
+        `norm` and the output projection; at the last stage."""
+        return partial(self._logits_after, norm)
+
+    def _logits_after(self, norm: Norm, hidden: Tensor) -> Tensor:
+        head = self.weights.lm_head
+        assert head is not None, "the last stage has the output projection"
+        logits = finish_logits(head(self._norm(hidden, norm)).float(), self.config)
         return join_logits(logits, self.config.vocab_size, self.collectives)
 
     def reserve_adapters(self, num_pages: int, page_rank: int) -> None:

@@ -3,7 +3,8 @@
 A head has one decoder layer. For the token at position p it reads the token's embedding and a hidden state of
 the model at p - 1, and guesses the token at p + 1. The layer attends to the same pairs of embedding and hidden
 state at all positions from 1 to p. An MTP head reads the model's output after the final norm, and shares embedding
-and output projection with the model; `eagle_head.py` has the other kind of head.
+and output projection with the model; `eagle_head.py` has the other kind of head. The head's layer runs on torch's
+operators, even if compiled code runs the model's.
 
 The layer's keys and values are one more layer of the KV cache, and the hidden states are stored there too: blocks
 that are shared, copied or saved have all that the head needs. Every forward pass stores both for its rows, by
@@ -27,6 +28,7 @@ from torch import Tensor
 from inflight.core.request.head_drafts import GUESSED_ON_DEVICE
 from inflight.core.schedule.batch import ContextChunk, ScheduledBatch
 from inflight.engine.attention.gathering import gathering
+from inflight.engine.interfaces import DraftedModel
 from inflight.engine.kv_cache import KvCache, cache_places
 from inflight.engine.layers.decoder import Decoder
 from inflight.engine.layers.layer_operations import apply_norm
@@ -56,7 +58,7 @@ class _Guess:
 
 
 class DraftHead(ABC):
-    """Guesses draft tokens, in torch's operators.
+    """Guesses draft tokens.
 
     Args:
         model: The decoder of the model.
@@ -70,9 +72,16 @@ class DraftHead(ABC):
 
     read_layers: frozenset[int] = frozenset()
 
-    def __init__(self, model: Decoder, layer: Decoder, cache: KvCache) -> None:
+    def __init__(self, model: DraftedModel, layer: Decoder, cache: KvCache) -> None:
         self._model, self._layer = model, layer
         self._cache, self._hidden, self._size = cache.draft_layer(), cache.hidden, cache.tokens_per_block
+
+    def clear(self, block_ids: Tensor) -> None:
+        """Zero the head's keys, values and hidden states of blocks [n] that a sequence is about to use.
+
+        Compiled layers do not need cleared blocks, but the head's attention does (`KvCache.clear`).
+        """
+        self._cache.clear(block_ids)
 
     def fill(self, packed: PackedBatch, hidden: Tensor, between: Mapping[int, Tensor]) -> None:
         """Store hidden states, keys and values of a batch's rows.
@@ -98,6 +107,10 @@ class DraftHead(ABC):
     @abstractmethod
     def _next(self, output: Tensor) -> Tensor:
         """Return what stands for the hidden states of guessed tokens, given the layer's output at them."""
+
+    @abstractmethod
+    def _logits(self, output: Tensor) -> Tensor:
+        """Return the logits of the next tokens, given the layer's output, [rows, tokens] float32."""
 
     def _token_ids(self, guesses: Tensor) -> Tensor:
         """Return the model's tokens for indices of the head's logits, [rows]."""
@@ -148,7 +161,7 @@ class DraftHead(ABC):
             stream, read = self._inputs(packed, self._before(packed) if hidden is None else hidden)
             output = self._layer.forward(packed, self._cache, stream, read=read)
             hidden = self._next(output)
-            tokens = self._token_ids(self._layer.logits(output, packed.sampled_rows).argmax(dim=-1))
+            tokens = self._token_ids(self._logits(output).argmax(dim=-1))
             guessed.append(tokens)
         flat = iter(as_array(torch.cat(guessed).cpu()).tolist())
         found = {each.slot: list[int]() for each in wanted}
@@ -175,12 +188,12 @@ class MtpHead(DraftHead):
     """
 
     def __init__(
-        self, model: Decoder, weights: DraftHeadWeights[LayerWeights, Linear], cache: KvCache
+        self, model: DraftedModel, weights: DraftHeadWeights[LayerWeights, Linear], cache: KvCache
     ) -> None:
-        part = Part(model.part.shard, (0, 1), is_first_stage=False)
-        of_layer = DecoderWeights(None, None, (weights.layer,), weights.final_norm, model.weights.lm_head)
+        part = Part(model.part.shard, (0, 1), is_first_stage=False, is_last_stage=False)
+        of_layer: PlainWeights = DecoderWeights(None, None, (weights.layer,), None, None)
         super().__init__(model, make_layer(model, of_layer, part), cache)
-        self._weights = weights
+        self._weights, self._logits_of_model = weights, model.logits_after(weights.final_norm)
 
     def _stored(self, hidden: Tensor, between: Mapping[int, Tensor]) -> Tensor:
         return self._model.normalize(hidden)
@@ -193,10 +206,13 @@ class MtpHead(DraftHead):
         return projected, projected
 
     def _next(self, output: Tensor) -> Tensor:
-        return self._layer.normalize(output)
+        return apply_norm(output, self._weights.final_norm, self._model.config.norm_eps)
+
+    def _logits(self, output: Tensor) -> Tensor:
+        return self._logits_of_model(output)
 
 
-def make_layer(model: Decoder, weights: PlainWeights, part: Part) -> Decoder:
+def make_layer(model: DraftedModel, weights: PlainWeights, part: Part) -> Decoder:
     """Return a decoder of a draft head's only layer.
 
     Args:

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inflight.engine.interfaces import DraftedModel
 from inflight.engine.kv_cache import KvCache
-from inflight.engine.layers.decoder import Decoder
 from inflight.engine.layers.draft_head import DraftHead, make_layer
 from inflight.engine.layers.layer_operations import apply_norm
 from inflight.engine.packing import PackedBatch
@@ -32,7 +32,9 @@ class EagleHead(DraftHead):
         cache: The KV cache of this model.
     """
 
-    def __init__(self, model: Decoder, weights: EagleWeights[LayerWeights, Linear], cache: KvCache) -> None:
+    def __init__(
+        self, model: DraftedModel, weights: EagleWeights[LayerWeights, Linear], cache: KvCache
+    ) -> None:
         super().__init__(model, make_layer(model, weights.decoder, eagle_part(model.part.shard)), cache)
         config, eagle = model.config, model.config.eagle
         assert eagle is not None, "the model was described with the head"
@@ -52,6 +54,9 @@ class EagleHead(DraftHead):
 
     def _next(self, output: Tensor) -> Tensor:
         return output
+
+    def _logits(self, output: Tensor) -> Tensor:
+        return self._layer.logits(output, torch.arange(len(output), device=output.device))
 
     def _token_ids(self, guesses: Tensor) -> Tensor:
         of_model = self._weights.token_ids

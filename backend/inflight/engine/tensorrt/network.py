@@ -31,6 +31,7 @@ def lacking(config: DecoderConfig) -> tuple[str, ...]:
     experts = config.experts
     found = {
         **only_by_torch(config),
+        "a draft head (speculative_decoding_mode mtp or eagle3)": config.drafts,
         "latent attention": config.latent is not None,
         "recurrent layers": config.recurrent is not None,
         "gates of attention": config.attention_gate,
