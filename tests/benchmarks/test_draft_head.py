@@ -29,7 +29,7 @@ def test_a_run_prints_figures_of_right_and_of_wrong_guesses(
     draft_head.main()
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [(row["streams"], row["method"]) for row in found["rows"]] == [
-        (streams, method) for streams in (1, 2) for method in ("plain", "plain, torch", "head", "wrong head")
+        (streams, method) for streams in (1, 2) for method in ("plain", "head", "wrong head")
     ]
     for row in found["rows"]:
         if row["method"] == "head":
