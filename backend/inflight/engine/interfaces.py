@@ -19,7 +19,7 @@ from inflight.engine.adapter_pool import ActiveAdapters, AdapterPool
 from inflight.engine.additional_outputs import HiddenStates
 from inflight.engine.block_memory import CacheBytes
 from inflight.engine.collectives import Collectives
-from inflight.engine.kv_cache import Numbers
+from inflight.engine.kv_cache import KvCache, Numbers
 from inflight.engine.packing import PackedBatch, TileLimits
 from inflight.engine.recurrent.states import RecurrentStates
 from inflight.engine.rotary_tables import RotaryTables
@@ -128,6 +128,18 @@ class DraftedModel(Protocol):
     def logits_after(self, norm: Norm) -> Callable[[Tensor], Tensor]:
         """Return a function from hidden states [n, hidden_size] to logits [n, vocab_size] float32, which applies
         `norm` and the output projection."""
+        ...
+
+
+class DraftLayer(Protocol):
+    """The interface of the decoder of a draft head's only layer; `Decoder` documents each member."""
+
+    def fill(self, packed: PackedBatch, cache: KvCache, hidden: Tensor) -> None:
+        """Store the keys and values of rows, given the layer's input [rows, hidden_size]."""
+        ...
+
+    def forward(self, packed: PackedBatch, cache: KvCache, hidden: Tensor) -> Tensor:
+        """Return the layer's output, given its input, [rows, hidden_size] each, and fill the cache."""
         ...
 
 

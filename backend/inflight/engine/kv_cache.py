@@ -184,6 +184,7 @@ class KvCache:
         for name in ("_head_shapes", "_layers", "_layer_scales", "_tokens"):
             setattr(part, name, getattr(self, name)[-1:])
         part._blocks, part._scales = ([each[0][None]] for each in (part._layers, part._layer_scales))
+        part.states = None
         return part
 
     @property

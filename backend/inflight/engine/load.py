@@ -26,7 +26,7 @@ from inflight.engine.engine import ModelEngine
 from inflight.engine.kv_cache import KvCache, block_bytes
 from inflight.engine.kv_quantization import find_kv_quantization
 from inflight.engine.layers.decoder import Decoder
-from inflight.engine.layers.draft_head import DraftHead, MtpHead
+from inflight.engine.layers.draft_head import DraftHead, MtpHead, head_window, make_layer
 from inflight.engine.layers.eagle_head import EagleHead
 from inflight.engine.layers.torch_sink import TorchSink
 from inflight.engine.layers.transformers_decoder import TransformersDecoder, TransformersModel
@@ -35,6 +35,7 @@ from inflight.engine.load_decoder import (
     computed_dtype,
     find_model,
     keeps_levels,
+    kept_by_compiled_layers,
     load_decoder,
     log_not_mapped,
     runs_compiled,
@@ -249,11 +250,17 @@ class _Loader(RankLoader):
             with allocating("the EAGLE-3 head", num_bytes, device, LESS_WEIGHTS):
                 eagle = load_eagle_weights(sink, model.eagle, model.decoder.vocab_size, dtype, device, shard)
             return partial(EagleHead, decoder, eagle)
-        kept = KeptLevels() if keeps_levels(self.config, model, device) else None
+        of_head = (model, dtype, device, self.part)
         num_bytes = partial(draft_head_bytes, model, dtype, self.part)
         with allocating("the draft head", num_bytes, device, LESS_WEIGHTS):
-            mtp = load_draft_head(sink, model, dtype, device, self.part, kept)
-        return partial(MtpHead, decoder, mtp)
+            if isinstance(decoder, NativeDecoder):
+                kept = KeptLevels() if kept_by_compiled_layers(self.config, model, device) else None
+                packed = load_draft_head(decoder.packer, *of_head, kept)
+                layer = decoder.draft_layer(packed.layer, head_window(decoder))
+                return partial(MtpHead, decoder, layer, packed)
+            kept = KeptLevels() if keeps_levels(self.config, model, device) else None
+            plain = load_draft_head(sink, *of_head, kept)
+            return partial(MtpHead, decoder, make_layer(decoder, plain.layer), plain)
 
     def reserve_adapters(self, decoder: AnyDecoder) -> int:
         """Allocate pages for LoRA adapters; return their number."""

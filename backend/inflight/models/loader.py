@@ -177,11 +177,11 @@ def load_draft_head(
     device: torch.device,
     part: Part,
     kept: KeptLevels | None = None,
-) -> DraftHeadWeights[LayerT, LinearT]:
+) -> DraftHeadWeights[LayerT]:
     """Read a part of the checkpoint's draft head as `load_weights_into` reads the model.
 
     Args:
-        sink: Converts each projection and the layer.
+        sink: Converts the layer.
         model: A model with `DecoderConfig.has_draft_head`.
         dtype: Dtype of tensors that are not converted.
         device: Device of the weights.

@@ -87,7 +87,7 @@ class NativeDecoder:
     Attributes:
         config: Configuration of the whole model.
         dtype: Dtype of activations, and of a KV cache that is not quantized.
-        part, collectives, max_sequence_length: The arguments of the same names.
+        packer, part, collectives, max_sequence_length: The arguments of the same names.
         kernels: As for `Decoder`.
         has_fixed_shapes: As for `Decoder`.
         needs_cleared_blocks: As for `Decoder`.
@@ -132,7 +132,7 @@ class NativeDecoder:
             self._lm_head, self._lm_head_tensors = weights.lm_head.struct, weights.lm_head.tensors
             self._final_norm, self._final_norm_tensors = packer.norm(weights.final_norm)
         self._norm = weights.final_norm
-        self._pack_norm = packer.norm
+        self.packer = packer
         self._set_positions(held, layer_windows[slice(*part.layers)], max_sequence_length)
         self._adapters = PackedAdapters(packer.library, config, part, self.dtype)
         self._logits_memory = Recycled()
@@ -156,7 +156,8 @@ class NativeDecoder:
         The layers are those of `held`. Their rotary tables and factors of queries stay in this object.
         """
         for layer, window in zip(self._layers, windows, strict=True):
-            layer.recent, layer.sinks = (0, 0) if window is None else (window.recent, window.sinks)
+            if window is not None:
+                layer.recent, layer.sinks, layer.first = window.recent, window.sinks, window.begin
         for layer, is_bidirectional in zip(self._layers, held.bidirectional_layers):
             layer.is_bidirectional = is_bidirectional
         self._rope_tables = {
@@ -182,7 +183,7 @@ class NativeDecoder:
     ) -> Tensor:
         """Compute this rank's layers; a library call ends at each layer whose hidden states are wanted."""
         batch, x = self._begin(packed, cache, hidden)
-        _check(self._library.prepare(self._handle, batch))
+        _check(self._library.prepare(self._handle, batch, None, 0))
         between = between or HiddenStates()
         virtual = packed.virtual
         num_added = 0 if virtual is None else len(virtual.added)
@@ -202,6 +203,26 @@ class NativeDecoder:
             if virtual is not None:
                 virtual.add_after(self._first_layer + index, x)
         return x
+
+    def fill(self, packed: PackedBatch, cache: KvCache, hidden: Tensor) -> None:
+        """Store keys and values of the only layer as `Decoder.fill` does, for rows without adapters."""
+        batch, x = self._begin(packed, cache, hidden)
+        _check(self._library.prepare(self._handle, batch, x.data_ptr(), 0))
+        self._run(batch, x, 0, 1, None if self.collectives.size == 1 else torch.empty_like(x), _ATTENTION)
+
+    def draft_layer(self, layer: PackedLayer, window: AttentionWindow) -> NativeDecoder:
+        """Return a decoder of a draft head's only layer, for the same ranks and block size."""
+        return NativeDecoder(
+            self.config.draft_layer,
+            DecoderWeights(None, None, (layer,), None, None),
+            self.packer,
+            (window,),
+            self.max_sequence_length,
+            self._shape.tokens_per_block,
+            Part(self.part.shard, (0, 1), is_first_stage=False, is_last_stage=False),
+            self.collectives,
+            self._quantization,
+        )
 
     def _take(self, x: Tensor, total: Tensor, of: Contribution) -> None:
         """Add the sum over ranks of attention's or the MLP's output to the residual stream."""
@@ -244,7 +265,7 @@ class NativeDecoder:
 
     def logits_after(self, norm: Norm) -> Callable[[Tensor], Tensor]:
         """Return a function from hidden states to logits as `Decoder.logits_after` does."""
-        struct, tensors = self._pack_norm(norm)
+        struct, tensors = self.packer.norm(norm)
 
         def logits(hidden: Tensor) -> Tensor:
             assert tensors, "the struct points to these tensors"

@@ -108,6 +108,7 @@ class LayerStruct(Structure):
         ("recurrent", RecurrentStruct),
         ("recent", c_int32),
         ("sinks", c_int32),
+        ("first", c_int32),
         ("is_bidirectional", c_int32),
         ("latent", LatentLayerStruct),
     )
@@ -261,7 +262,7 @@ _SIGNATURES = {
     "constants": (POINTER(ConstantStruct), ()),
     "create": (c_void_p, (POINTER(ShapeStruct), POINTER(LayerStruct))),
     "destroy": (None, (c_void_p,)),
-    "prepare": (c_bool, (c_void_p, POINTER(BatchStruct))),
+    "prepare": (c_bool, (c_void_p, POINTER(BatchStruct), c_void_p, c_int64)),
     "run": (c_bool, (c_void_p, POINTER(BatchStruct), c_void_p, c_int32, c_int32, c_void_p, c_int32)),
     "accept": (c_bool, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int32)),
     "run_to_logits": (

@@ -3,8 +3,8 @@
 A head has one decoder layer. For the token at position p it reads the token's embedding and a hidden state of
 the model at p - 1, and guesses the token at p + 1. The layer attends to the same pairs of embedding and hidden
 state at all positions from 1 to p. An MTP head reads the model's output after the final norm, and shares embedding
-and output projection with the model; `eagle_head.py` has the other kind of head. The head's layer runs on torch's
-operators, even if compiled code runs the model's.
+and output projection with the model; `eagle_head.py` has the other kind of head. Beside compiled
+layers an MTP head's layer is compiled too; an EAGLE-3 head's runs on torch's operators.
 
 The layer's keys and values are one more layer of the KV cache, and the hidden states are stored there too: blocks
 that are shared, copied or saved have all that the head needs. Every forward pass stores both for its rows, by
@@ -19,6 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from torch import Tensor
 from inflight.core.request.head_drafts import GUESSED_ON_DEVICE
 from inflight.core.schedule.batch import ContextChunk, ScheduledBatch
 from inflight.engine.attention.gathering import gathering
-from inflight.engine.interfaces import DraftedModel
+from inflight.engine.interfaces import DraftedModel, DraftLayer
 from inflight.engine.kv_cache import KvCache, cache_places
 from inflight.engine.layers.decoder import Decoder
 from inflight.engine.layers.layer_operations import apply_norm
@@ -40,7 +41,6 @@ from inflight.models.decoder_weights import (
     DecoderWeights,
     DraftHeadWeights,
     LayerWeights,
-    Linear,
     PlainWeights,
 )
 from inflight.models.sharding import Part
@@ -62,7 +62,6 @@ class DraftHead(ABC):
 
     Args:
         model: The decoder of the model.
-        layer: The head's layer, which also makes the logits.
         cache: The KV cache of a model with a draft head.
 
     Attributes:
@@ -72,8 +71,8 @@ class DraftHead(ABC):
 
     read_layers: frozenset[int] = frozenset()
 
-    def __init__(self, model: DraftedModel, layer: Decoder, cache: KvCache) -> None:
-        self._model, self._layer = model, layer
+    def __init__(self, model: DraftedModel, cache: KvCache) -> None:
+        self._model = model
         self._cache, self._hidden, self._size = cache.draft_layer(), cache.hidden, cache.tokens_per_block
 
     def clear(self, block_ids: Tensor) -> None:
@@ -92,17 +91,21 @@ class DraftHead(ABC):
             between: The hidden states after `read_layers`, [rows, hidden_size] each.
         """
         self._hidden.index_copy_(0, cache_places(packed, self._size), self._stored(hidden, between))
-        packed = self._of_layer(packed)
-        self._layer.fill(packed, self._cache, self._inputs(packed, self._before(packed))[1])
+        packed = replace(self._of_layer(packed), adapters=None)  # adapters do not change the head
+        self._fill(packed, self._before(packed))
 
     @abstractmethod
     def _stored(self, hidden: Tensor, between: Mapping[int, Tensor]) -> Tensor:
         """Return the hidden states that the head reads, [rows, hidden_size], from the arguments of `fill`."""
 
     @abstractmethod
-    def _inputs(self, packed: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the layer's input for tokens with `hidden` before them: the residual stream [rows, hidden_size],
-        and the input of attention's norm, or of attention if the layer has no such norm."""
+    def _fill(self, packed: PackedBatch, hidden: Tensor) -> None:
+        """Store the layer's keys and values of tokens with `hidden` [rows, hidden_size] before them."""
+
+    @abstractmethod
+    def _forward(self, packed: PackedBatch, hidden: Tensor) -> Tensor:
+        """Return the layer's output [rows, hidden_size] for tokens with `hidden` before them, and fill the
+        cache."""
 
     @abstractmethod
     def _next(self, output: Tensor) -> Tensor:
@@ -158,8 +161,7 @@ class DraftHead(ABC):
             packed = self._of_layer(
                 _pack(tokens, [wanted[row].slot for row in rows], positions, slots, rotary)
             )
-            stream, read = self._inputs(packed, self._before(packed) if hidden is None else hidden)
-            output = self._layer.forward(packed, self._cache, stream, read=read)
+            output = self._forward(packed, self._before(packed) if hidden is None else hidden)
             hidden = self._next(output)
             tokens = self._token_ids(self._logits(output).argmax(dim=-1))
             guessed.append(tokens)
@@ -183,27 +185,32 @@ class MtpHead(DraftHead):
 
     Args:
         model: The decoder of the model.
+        layer: The decoder of the head's layer, whose only window is `head_window`.
         weights: The weights of the head.
         cache: The KV cache of a model with a draft head.
     """
 
     def __init__(
-        self, model: DraftedModel, weights: DraftHeadWeights[LayerWeights, Linear], cache: KvCache
+        self, model: DraftedModel, layer: DraftLayer, weights: DraftHeadWeights[Any], cache: KvCache
     ) -> None:
-        part = Part(model.part.shard, (0, 1), is_first_stage=False, is_last_stage=False)
-        of_layer: PlainWeights = DecoderWeights(None, None, (weights.layer,), None, None)
-        super().__init__(model, make_layer(model, of_layer, part), cache)
-        self._weights, self._logits_of_model = weights, model.logits_after(weights.final_norm)
+        super().__init__(model, cache)
+        self._layer, self._weights = layer, weights
+        self._logits_of_model = model.logits_after(weights.final_norm)
 
     def _stored(self, hidden: Tensor, between: Mapping[int, Tensor]) -> Tensor:
         return self._model.normalize(hidden)
 
-    def _inputs(self, packed: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def _fill(self, packed: PackedBatch, hidden: Tensor) -> None:
+        self._layer.fill(packed, self._cache, self._project(packed, hidden))
+
+    def _forward(self, packed: PackedBatch, hidden: Tensor) -> Tensor:
+        return self._layer.forward(packed, self._cache, self._project(packed, hidden))
+
+    def _project(self, packed: PackedBatch, hidden: Tensor) -> Tensor:
+        """Return the layer's input for tokens with `hidden` before them, [rows, hidden_size]."""
         weights, eps = self._weights, self._model.config.norm_eps
         embedded = apply_norm(self._model.embed(packed), weights.embedding_norm, eps)
-        pair = torch.cat([embedded, apply_norm(hidden, weights.hidden_norm, eps)], dim=-1)
-        projected = weights.projection(pair)
-        return projected, projected
+        return weights.projection(torch.cat([embedded, apply_norm(hidden, weights.hidden_norm, eps)], dim=-1))
 
     def _next(self, output: Tensor) -> Tensor:
         return apply_norm(output, self._weights.final_norm, self._model.config.norm_eps)
@@ -212,21 +219,31 @@ class MtpHead(DraftHead):
         return self._logits_of_model(output)
 
 
-def make_layer(model: DraftedModel, weights: PlainWeights, part: Part) -> Decoder:
-    """Return a decoder of a draft head's only layer.
+def head_window(model: DraftedModel) -> AttentionWindow:
+    """Return the window of a draft head's layer: there is no hidden state before the first token, so the pair at
+    position 0 is never read."""
+    return AttentionWindow(model.max_sequence_length, begin=1)
+
+
+def make_layer(model: DraftedModel, layer: LayerWeights) -> Decoder:
+    """Return a decoder of a draft head's only layer on torch's operators, without the output projection."""
+    part = Part(model.part.shard, (0, 1), is_first_stage=False, is_last_stage=False)
+    return make_decoder(model, DecoderWeights(None, None, (layer,), None, None), part)
+
+
+def make_decoder(model: DraftedModel, weights: PlainWeights, part: Part) -> Decoder:
+    """Return a decoder of a draft head's only layer on torch's operators.
 
     Args:
         model: The decoder of the model.
-        weights: The layer, the final norm and the output projection.
+        weights: The layer, and the final norm and the output projection if `part` is the last stage.
         part: The rank's part of the head.
     """
     config = model.config.draft_layer
-    # There is no hidden state before the first token, so the pair at position 0 is never read.
-    windows = (AttentionWindow(model.max_sequence_length, begin=1),)
     return Decoder(
         config,
         weights,
-        windows,
+        (head_window(model),),
         model.max_sequence_length,
         part,
         model.collectives,

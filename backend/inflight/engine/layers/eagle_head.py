@@ -16,7 +16,7 @@ from torch import Tensor
 
 from inflight.engine.interfaces import DraftedModel
 from inflight.engine.kv_cache import KvCache
-from inflight.engine.layers.draft_head import DraftHead, make_layer
+from inflight.engine.layers.draft_head import DraftHead, make_decoder
 from inflight.engine.layers.layer_operations import apply_norm
 from inflight.engine.packing import PackedBatch
 from inflight.models.decoder_weights import LayerWeights, Linear
@@ -35,7 +35,8 @@ class EagleHead(DraftHead):
     def __init__(
         self, model: DraftedModel, weights: EagleWeights[LayerWeights, Linear], cache: KvCache
     ) -> None:
-        super().__init__(model, make_layer(model, weights.decoder, eagle_part(model.part.shard)), cache)
+        super().__init__(model, cache)
+        self._layer = make_decoder(model, weights.decoder, eagle_part(model.part.shard))
         config, eagle = model.config, model.config.eagle
         assert eagle is not None, "the model was described with the head"
         self._weights, self._order = weights, eagle.read_layers
@@ -47,10 +48,17 @@ class EagleHead(DraftHead):
         read = [between.get(number, hidden) for number in self._order]  # after all layers: the output
         return self._weights.fusion(torch.cat(read, dim=-1))
 
-    def _inputs(self, packed: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def _fill(self, packed: PackedBatch, hidden: Tensor) -> None:
+        self._layer.fill(packed, self._cache, self._read(packed, hidden))
+
+    def _forward(self, packed: PackedBatch, hidden: Tensor) -> Tensor:
+        return self._layer.forward(packed, self._cache, hidden, read=self._read(packed, hidden))
+
+    def _read(self, packed: PackedBatch, hidden: Tensor) -> Tensor:
+        """Return attention's input for tokens with `hidden` before them, [rows, 2 * hidden_size]."""
         weights, eps = self._weights, self._layer.config.norm_eps
         embedded = apply_norm(self._embed(packed), weights.embedding_norm, eps)
-        return hidden, torch.cat([embedded, apply_norm(hidden, weights.hidden_norm, eps)], dim=-1)
+        return torch.cat([embedded, apply_norm(hidden, weights.hidden_norm, eps)], dim=-1)
 
     def _next(self, output: Tensor) -> Tensor:
         return output

@@ -107,7 +107,9 @@ void* create(const Shape* shape, const Layer* layers) {
   }
 }
 void destroy(void* decoder) { delete static_cast<Decoder<Element>*>(decoder); }
-bool prepare(void* decoder, const Batch* batch) { return static_cast<Decoder<Element>*>(decoder)->prepare(*batch); }
+bool prepare(void* decoder, const Batch* batch, const int64_t* wanted, int64_t count) {
+  return static_cast<Decoder<Element>*>(decoder)->prepare(*batch, wanted, count);
+}
 bool run(void* decoder, const Batch* batch, Stored* x, int first, int last, Stored* partial, int half) {
   return static_cast<Decoder<Element>*>(decoder)->run(*batch, x, first, last, partial, half);
 }

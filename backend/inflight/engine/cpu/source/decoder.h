@@ -75,6 +75,7 @@ class Decoder {
     if (batch.adapters) by_adapter_.sort(batch);
     recurrent_.prepare(batch.segments, batch.num_segments);
     has_wanted_ = wanted && !batch.adapters;
+    wanted_.reserve(1);  // its data is not null even if no row is wanted
     wanted_.assign(wanted, wanted + (has_wanted_ ? count : 0));
     std::sort(wanted_.begin(), wanted_.end());
     wanted_.erase(std::unique(wanted_.begin(), wanted_.end()), wanted_.end());
@@ -565,6 +566,7 @@ class Decoder {
     AttentionShape attention = attention_;
     attention.recent = layer.recent;
     attention.sinks = layer.sinks;
+    attention.first = layer.first;
     attention.learned_sinks = layer.learned_sinks;
     attention.ends = layer.is_bidirectional ? batch.ends : nullptr;
     read_cache(layer, batch, tiles, attention, qkv, read, thread);
@@ -707,6 +709,7 @@ class Decoder {
     const Share share(rows, thread, team_.size());
     for (int64_t row = share.begin; row < share.end; ++row)
       place_latent(layer, batch, row, qkv_.get() + row * width);
+    if (!wanted.count) return;
     LatentQueries queries{qkv_.get(), width};
     if (latent.query_up.data) {
       const Product up{latent.query_up, batch.adapters, index, &LayerAdapter::query_up};
@@ -731,6 +734,7 @@ class Decoder {
     AttentionShape attention = attention_;
     attention.recent = layer.recent;
     attention.sinks = layer.sinks;
+    attention.first = layer.first;
     if (!latent_forms_.absorbed().empty()) attend_absorbed(layer, batch, attention, queries, thread);
     if (!latent_forms_.tiles().empty()) attend_decompressed(layer, batch, attention, queries, thread);
     contribute(output, read_width(), wanted, layer.attention_post_norm, x, partial, thread,

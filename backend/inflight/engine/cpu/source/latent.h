@@ -248,7 +248,10 @@ class LatentTile {
       for (int i = 0; i < keys.count; i += kLanes) {
         const Ints numbers = add(ints(static_cast<int>(keys.first) + i), lane_numbers());
         Mask seen = at_most(numbers, ints(position)) & first_lanes(keys.count - i);
-        if (shape.recent) seen &= greater(numbers, ints(position - shape.recent)) | less(numbers, ints(shape.sinks));
+        if (shape.recent) {
+          const int hidden = std::max(position - shape.recent, shape.first - 1);
+          seen &= greater(numbers, ints(hidden)) | less(numbers, ints(shape.sinks));
+        }
         const Floats masked = select(seen, load_aligned(weights(m) + i), hidden_score);
         store_aligned(weights(m) + i, masked);
         largest = max(largest, masked);

@@ -119,7 +119,7 @@ struct Layer {
   void *keys, *values;
   float *key_scales, *value_scales;  // of a cache of levels
   Recurrent recurrent;
-  int32_t recent, sinks;
+  int32_t recent, sinks, first;
   int32_t is_bidirectional;  // whether rows see up to `Batch.ends`
   LatentLayer latent;
 };
