@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from inflight.config import Speculation
 from inflight.core.request.adapter import LoraRequest
 from inflight.core.request.request import ExternalDraft, OutputOptions, Request
 from inflight.core.request.sampling_config import SamplingConfig
+from inflight.engine.cpu import layout
 from inflight.engine.kv_cache import KvCache, block_bytes
 from inflight.errors import ConfigError
 from inflight.models.registry import read_model_description
@@ -21,6 +23,7 @@ from tests.engine.lora import make_adapter, stored
 from tests.engine.ranks import ranks
 from tests.engine.serving import Served, config_of, load, serve
 from tests.models.draft_heads import DraftingModel, make_drafting_model
+from tests.models.quantized import awq, write
 from tests.models.zoo import Zoo
 from tests.tiers import with_all
 
@@ -159,6 +162,22 @@ def test_guesses_change_no_token_of_rounded_numbers(models: Any, case: str, chan
     assert len(guesses.found) > 20
     for request in requests:
         assert served.tokens(request) == plain.tokens(request)
+
+
+@needs_native
+@pytest.mark.parametrize("case", with_all(("qwen3-next", "qwen3.5", "qwen3.5-moe"), ("qwen3.5-moe",)))
+def test_a_quantized_checkpoint_drafts_with_its_levels(models: Any, tmp_path: Path, case: str) -> None:
+    """The head's layer keeps the checkpoint's 4 bits as the model's layers do, and guesses right as often."""
+    model = write(models(case, agrees=True), tmp_path, awq(32), dtype="bfloat16")
+    requests = make_requests(model)
+    plain = serve(load(model.folder, 200, 6, dtype=None), config_of("no-evict"), requests)
+    engine = load(model.folder, 200, 6, dtype=None, has_draft_head=True)
+    assert engine.runner._draft_head._layer._packed[0].struct.output.kind == layout.INT4
+    engine.limits = replace(engine.limits, guess_cost=0.0)
+    served = serve(engine, with_head("no-evict", 2), requests)
+    for request in requests:
+        assert served.tokens(request) == plain.tokens(request)
+    assert sum(served.result(each).perf_metrics.num_accepted_draft_tokens for each in requests) > 10
 
 
 @pytest.mark.parametrize("case", with_all(CASES, ("qwen3-next",)))
