@@ -123,6 +123,25 @@ def test_an_accepted_token_ends_the_longer_pauses():
     assert length.tokens == 1
 
 
+def test_drafts_are_over_once_they_have_cost_the_time_of_four_tokens_more_than_they_saved():
+    length = DraftLength(4)
+    length.spend(3.5)
+    assert not length.is_over
+    length.verified(2, 1)
+    length.spend(1.25)
+    assert not length.is_over
+    length.spend(0.25)
+    assert length.is_over
+
+
+def test_nothing_is_drafted_where_even_accepted_tokens_save_no_time():
+    length = DraftLength(4)
+    assert length.tokens_if(1.01) == 0
+    length.advance(200)
+    assert length.tokens_if(1.01) == 0
+    assert length.tokens_if(0.99) == 2
+
+
 def drafted(num_sequences: int, num_iterations: int) -> int:
     """Number of tokens that are drafted for sequences whose drafts are always rejected."""
     prompt = (1, 2, 3, 4, 5, 6, 1, 2)

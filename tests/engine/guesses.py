@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.core.request.request import OutputOptions, Request
+from inflight.config import SchedulingConfig
+from inflight.core.request.adapter import LoraRequest
+from inflight.core.request.request import ExternalDraft, OutputOptions, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import ScheduledBatch
 from inflight.engine.engine import ModelEngine
 from inflight.engine.kv_cache import KvCache
 from tests.engine.kernels import needs_native
+from tests.engine.serving import config_of, load, serve
 from tests.models.zoo import ZooModel
 
 METRICS = OutputOptions(return_perf_metrics=True)
@@ -71,3 +74,73 @@ def fill_with_garbage(cache: KvCache) -> None:
     for memory in cache._memories():
         if memory.is_floating_point():
             memory[:, :, : cache.null_block] = float("nan")
+
+
+def requests_of_all_kinds(model: ZooModel) -> list[Request]:
+    """Return requests with controls that must work beside drafts.
+
+    Number 6 has adapter 3; number 7 is long, to be stopped.
+    """
+    first = Request(0, model.prompt(19), 20, output=METRICS)
+    tokens = serve(load(model.folder, 60, kernels="torch"), config_of("no-evict"), [first]).tokens(0)
+    return [
+        first,
+        replace(first, request_id=7, max_new_tokens=200),
+        replace(first, request_id=1, sampling=SamplingConfig(beam_width=3)),
+        replace(first, request_id=2, output=OutputOptions(return_generation_logits=True)),
+        replace(
+            first, request_id=3, output=OutputOptions(return_log_probs=True, return_prompt_log_probs=True)
+        ),
+        replace(first, request_id=4, stop_words=(tuple(tokens[6:8]),)),
+        replace(first, request_id=5, draft=ExternalDraft((*tokens[:2], 5, 6))),
+        replace(first, request_id=6, lora=LoraRequest(3)),
+        replace(
+            first,
+            request_id=8,
+            sampling=SamplingConfig(temperature=1.1, random_seed=7, num_return_sequences=2),
+        ),
+        replace(first, request_id=9, sampling=SamplingConfig(repetition_penalty=1.3), end_ids=(tokens[12],)),
+        replace(first, request_id=10, input_token_ids=model.prompt(1)),
+    ]
+
+
+def check_that_a_wrong_head_is_left_alone(
+    engine: ModelEngine, model: ZooModel, config: SchedulingConfig, count: int
+) -> None:
+    """Run `count` requests at once, and check that the head, which is hardly ever right, is soon not used.
+
+    The head's part of later blocks is zero. Another request that goes on from these blocks has the right tokens.
+    """
+    head, num_filled = engine.runner._draft_head, list[int]()
+    fill = head.fill
+
+    def listen(packed: Any, slots: Any, *arguments: Any) -> None:
+        num_filled.append(len(slots))
+        fill(packed, slots, *arguments)
+
+    head.fill = listen
+    requests = [Request(number, model.prompt(9, number), 150, output=METRICS) for number in range(count)]
+    served = serve(engine, config, requests, count)
+    assert served.num_iterations > 140
+    assert 0 < len(num_filled) < 70
+    assert max(num_filled) == count
+    for request in requests:
+        assert served.tokens(request) == model.greedy(request.input_token_ids, 150)
+        assert 2 <= served.result(request).perf_metrics.num_draft_tokens <= 12
+    cache = engine.runner.cache
+    is_used = [memory[0].flatten(2).any(dim=2).any(dim=0) for memory in cache._memories()]
+    has_hidden, num_blocks = is_used[-1], -(-158 // cache.tokens_per_block)
+    assert int(is_used[0].sum()) == count * num_blocks
+    assert count <= int(has_hidden.sum()) < count * num_blocks / 2
+    draft_layer = cache.draft_layer()._layers[0]
+    assert torch.equal(draft_layer.flatten(2).any(dim=2).any(dim=0), has_hidden)
+
+    num_filled.clear()
+    again = [
+        Request(100 + number, (*request.input_token_ids, *served.tokens(request)[:130]), 20, output=METRICS)
+        for number, request in enumerate(requests)
+    ]
+    reused = serve(engine, config, again, count)
+    for number, request in enumerate(requests):
+        assert reused.tokens(again[number]) == served.tokens(request)[130:]
+    assert num_filled

@@ -10,14 +10,21 @@ import pytest
 import torch
 
 from inflight.config import Speculation
-from inflight.core.request.adapter import LoraRequest
-from inflight.core.request.request import ExternalDraft, OutputOptions, Request
-from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.request.request import Request
 from inflight.engine.cpu import layout
 from inflight.engine.kv_cache import KvCache, block_bytes
 from inflight.errors import ConfigError
 from inflight.models.registry import read_model_description
-from tests.engine.guesses import KERNELS, METRICS, WAYS, Guesses, fill_with_garbage, make_requests
+from tests.engine.guesses import (
+    KERNELS,
+    METRICS,
+    WAYS,
+    Guesses,
+    check_that_a_wrong_head_is_left_alone,
+    fill_with_garbage,
+    make_requests,
+    requests_of_all_kinds,
+)
 from tests.engine.kernels import needs_native
 from tests.engine.lora import make_adapter, stored
 from tests.engine.ranks import ranks
@@ -84,6 +91,14 @@ def test_right_guesses_save_iterations(models: Any, case: str, kernels: str) -> 
         assert served.num_iterations == plain.num_iterations - metrics.num_accepted_draft_tokens
 
 
+@pytest.mark.parametrize("case", with_all(CASES, ("deepseek-v3", "qwen3.5")))
+def test_a_head_that_is_wrong_is_soon_left_alone(models: Any, case: str) -> None:
+    """With a recurrent state too, which is saved at the blocks' ends."""
+    model = models(case)
+    engine = load(model.folder, 240, 6, has_draft_head=True)
+    check_that_a_wrong_head_is_left_alone(engine, model, with_head("no-evict", 2), 3)
+
+
 @pytest.mark.parametrize("case", with_all(CASES, ("qwen3-next", "glm4-moe")))
 @KERNELS
 def test_requests_of_all_kinds_have_the_same_results_with_and_without_guesses(
@@ -91,27 +106,7 @@ def test_requests_of_all_kinds_have_the_same_results_with_and_without_guesses(
 ) -> None:
     """Beams, logits and additional outputs have no drafts; adapters, stops and own drafts have effect as ever."""
     model = models(case, agrees=True)
-    first = Request(0, model.prompt(19), 20, output=METRICS)
-    tokens = serve(load(model.folder, 60, kernels="torch"), config_of("no-evict"), [first]).tokens(0)
-    requests = [
-        first,
-        replace(first, request_id=7, max_new_tokens=200),
-        replace(first, request_id=1, sampling=SamplingConfig(beam_width=3)),
-        replace(first, request_id=2, output=OutputOptions(return_generation_logits=True)),
-        replace(
-            first, request_id=3, output=OutputOptions(return_log_probs=True, return_prompt_log_probs=True)
-        ),
-        replace(first, request_id=4, stop_words=(tuple(tokens[6:8]),)),
-        replace(first, request_id=5, draft=ExternalDraft((*tokens[:2], 5, 6))),
-        replace(first, request_id=6, lora=LoraRequest(3)),
-        replace(
-            first,
-            request_id=8,
-            sampling=SamplingConfig(temperature=1.1, random_seed=7, num_return_sequences=2),
-        ),
-        replace(first, request_id=9, sampling=SamplingConfig(repetition_penalty=1.3), end_ids=(tokens[12],)),
-        replace(first, request_id=10, input_token_ids=model.prompt(1)),
-    ]
+    requests = requests_of_all_kinds(model)
     adapters = {6: stored(make_adapter(model, r=4, lora_alpha=4, target_modules=["o_proj"]).weights, 3)}
 
     def run(way: str, count: int | None) -> Served:

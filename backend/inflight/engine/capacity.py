@@ -189,6 +189,7 @@ def make_limits(
         has_state=decoder.recurrent is not None,
         break_even_rows=_BREAK_EVEN_ROWS[device.type],
         guess_cost=decoder.guess_cost,
+        entry_cost=decoder.entry_cost,
         num_state_snapshots=num_state_snapshots,
     )
 

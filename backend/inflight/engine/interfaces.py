@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -148,8 +148,10 @@ class DraftGuesser(Protocol):
 
     read_layers: frozenset[int]
 
-    def fill(self, packed: PackedBatch, hidden: Tensor, between: Mapping[int, Tensor]) -> None:
-        """Store what later guesses need of a batch's rows, given hidden states after the last layer and after
+    def fill(
+        self, packed: PackedBatch, slots: Sequence[int], hidden: Tensor, between: Mapping[int, Tensor]
+    ) -> None:
+        """Store what later guesses need of the rows of `slots`, given hidden states after the last layer and after
         `read_layers`, each [rows, hidden_size]."""
         ...
 

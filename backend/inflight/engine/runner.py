@@ -225,7 +225,8 @@ class ModelRunner:
         between = HiddenStates()
         if are_wanted := self.additional_outputs.are_wanted(batch):
             between = self.additional_outputs.between_layers(batch)
-        if self._draft_head is not None:
+        head_slots = [] if self._draft_head is None else batch.slots_for_head()
+        if self._draft_head is not None and head_slots:
             between = HiddenStates(between.wanted | self._draft_head.read_layers)
         virtual = self.prompt_tables.virtual_rows(batch)
         is_special = virtual is not None or bool(between.wanted) or self.rotary_tables.have_rows_in(batch)
@@ -236,7 +237,7 @@ class ModelRunner:
         packed = pack(batch, self.slots, virtual, self.rotary_tables, self._first_virtual_id)
         if self.cache.states is not None:
             self.cache.states.begin(batch, packed)
-        outputs = self._compute_packed(batch, packed, hidden, between, are_wanted)
+        outputs = self._compute_packed(batch, packed, hidden, between, are_wanted, head_slots)
         if self.debug_tensors is not None:
             logits = outputs.rows if self._is_last_stage else None
             self.debug_tensors.write(batch.iteration, packed, logits)
@@ -249,16 +250,17 @@ class ModelRunner:
         hidden: Tensor | None,
         between: HiddenStates,
         are_wanted: bool,
+        head_slots: Sequence[int],
     ) -> RowOutputs:
         arguments = (packed, self.cache, hidden)
         if not self._is_last_stage:
             return RowOutputs(batch, self.decoder.forward(*arguments))
         wants_hidden = are_wanted or any(chunk.wants_context for chunk in batch.context)
-        if self._draft_head is None and not wants_hidden:
+        if not head_slots and not wants_hidden:
             return RowOutputs(batch, self.decoder.forward_to_logits(*arguments))
         hidden = self.decoder.forward(*arguments, between)
-        if self._draft_head is not None:
-            self._draft_head.fill(packed, hidden, between.found)
+        if self._draft_head is not None and head_slots:
+            self._draft_head.fill(packed, head_slots, hidden, between.found)
         return self._outputs(batch, hidden, packed.sampled_rows, between, are_wanted)
 
     def _outputs(

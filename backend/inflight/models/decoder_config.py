@@ -537,9 +537,28 @@ class DecoderConfig:
         """
         if not self.drafts:
             return 0.0
+        head = self.draft_layer
+        return (head._weights_per_token(0) + self.hidden_size * head.vocab_size) / self._used_weights
+
+    @property
+    def entry_cost(self) -> float:
+        """Time that the draft head takes to store its entries for a token, relative to the time of the model's
+        forward pass.
+
+        Estimated as `guess_cost`, for the projections of hidden states, queries, keys and values.
+        """
+        if not self.drafts:
+            return 0.0
         head, width = self.draft_layer, self.hidden_size
+        num_joined, read_width = (2, width) if self.eagle is None else (3, 2 * width)
+        of_head = num_joined * width * width + read_width * (head.query_size + 2 * head.kv_size)
+        return of_head / self._used_weights
+
+    @property
+    def _used_weights(self) -> int:
+        """About how many weights a token uses, in layers and output projection."""
         of_layers = sum(self.at(layer)._weights_per_token(layer) for layer in range(self.num_layers))
-        return (head._weights_per_token(0) + width * head.vocab_size) / (of_layers + width * self.vocab_size)
+        return of_layers + self.hidden_size * self.vocab_size
 
     def _weights_per_token(self, layer: int) -> int:
         """Return about how many weights of a layer one token uses, as if its attention or state were ordinary."""

@@ -67,6 +67,7 @@ class _Slot:
     num_tokens: int = 0
     last_token: int = -1
     state: int = _EMPTY  # the recurrent state: digest of the last token
+    lacks_entries: bool = False  # a draft head has stored nothing for some generated tokens
 
     def go_on_with(self, token_id: int) -> None:
         self.last_token = token_id
@@ -129,6 +130,7 @@ class FakeEngine:
         sampled: list[Sequence[int]] = []
         drafts: dict[int, tuple[int, ...]] = {}
         context: dict[int, tuple[Request, Sequence[int]]] = {}
+        head_slots = set(batch.head_slots)
         for chunk in batch.context:
             tokens, digests = self._run_chunk(chunk)
             if chunk.num_draft_tokens:
@@ -140,6 +142,7 @@ class FakeEngine:
             self._save_states(batch, chunk.slot, chunk.start, digests)
         for slot in batch.generation_slots:
             row = self._slots[slot]
+            row.lacks_entries |= slot not in head_slots
             sampled.append((self._run_token(row, row.last_token),))
             self._save_states(batch, slot, row.num_tokens - 1, sampled[-1])
         logits = FakeLogits(sampled, drafts, context)
@@ -267,6 +270,8 @@ class FakeEngine:
         row = self._slots[chunk.slot]
         assert chunk.start >= row.num_tokens, f"slot {chunk.slot} goes back to position {chunk.start}"
         self._check_ids(chunk, row.start.request)
+        can_guess = not row.lacks_entries or GUESSED_ON_DEVICE not in chunk.token_ids
+        assert can_guess, f"slot {chunk.slot}: a draft head has not read some of the tokens"
         row.num_tokens = chunk.start
         later: Sequence[Sequence[int]] = ((),) * len(chunk.token_ids)
         if self.limits.has_spans:

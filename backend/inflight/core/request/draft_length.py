@@ -11,6 +11,10 @@ _FIRST_LENGTH = 2
 _REMEMBERED = 8
 """Number of draft tokens after which the share of accepted ones has changed to theirs."""
 
+_LARGEST_LOSS = 4.0
+"""The drafts of a sequence end for good when they have cost as much more time than they saved as this many tokens
+take."""
+
 
 class DraftLength:
     """A maximum length of a sequence's drafts that follows how many of the earlier ones were accepted.
@@ -19,6 +23,8 @@ class DraftLength:
     rejected as a whole halves it. Otherwise the next draft is one token longer than what was accepted. After a
     rejected draft of one token there are no drafts for a while, and longer each time, so that useless drafts
     cost almost nothing.
+
+    For a draft head, whose guesses take time, the drafts end for good when they have cost more than they saved.
 
     Args:
         most: The request's maximum.
@@ -34,6 +40,12 @@ class DraftLength:
         self._num_since = 0  # tokens since the last draft
         self._share = 1.0  # of the latest draft tokens that were accepted
         self._next_pause = _FIRST_PAUSE
+        self._gain = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether drafts have cost so much that there should be no more."""
+        return self._gain <= -_LARGEST_LOSS
 
     @property
     def tokens(self) -> int:
@@ -48,13 +60,19 @@ class DraftLength:
     def tokens_if(self, needed_share: float) -> int:
         """Return `tokens`, or 0 if a smaller share of the latest draft tokens was accepted than is needed.
 
-        Then the sequence tries again after its longest pause.
+        Then the sequence tries again after its longest pause, unless even accepted tokens save no time.
         """
-        return self.tokens if self._share >= needed_share or self._num_since >= _LONGEST_PAUSE else 0
+        is_tried = self._share >= needed_share or self._num_since >= _LONGEST_PAUSE
+        return self.tokens if is_tried and needed_share <= 1 else 0
+
+    def spend(self, cost: float) -> None:
+        """Take account of time for drafts, relative to the time in which the sequence gets a token."""
+        self._gain -= cost
 
     def verified(self, num_tokens: int, num_accepted: int) -> None:
         """Take account of a draft of `num_tokens` tokens, of which the first `num_accepted` were accepted."""
         self._num_since = 0
+        self._gain += num_accepted
         self._share += (num_accepted / num_tokens - self._share) * min(1, num_tokens / _REMEMBERED)
         if num_accepted == num_tokens:
             self._length = max(self._length, min(self.most, 2 * num_tokens))

@@ -190,6 +190,8 @@ class ScheduledBatch:
         generation_slots: Slots whose input is their own last token; no slot is also in `context`.
         beam_groups: The sampled rows that belong to beam searches.
         state_saves: Recurrent states to copy to snapshots.
+        head_slots: Slots in generation whose rows a draft head must read: it may guess tokens for them, now or
+            later, or their block has older entries of the head. It need not read the other rows in generation.
         samples_on_device: Whether the device must keep the sampled tokens, because `forward` is called for
             the next batch, whose inputs they are, before `decode` for this one. The next batch has no row that
             depends on a token of a sequence that needs the host (`Request.needs_host`).
@@ -208,6 +210,7 @@ class ScheduledBatch:
     generation_slots: tuple[int, ...] = ()
     beam_groups: tuple[BeamGroup, ...] = ()
     state_saves: tuple[StateSave, ...] = ()
+    head_slots: tuple[int, ...] = ()
     samples_on_device: bool = False
 
     @property
@@ -224,6 +227,11 @@ class ScheduledBatch:
     def num_tokens(self) -> int:
         """Number of rows of the packed forward pass."""
         return self.num_context_tokens + len(self.generation_slots)
+
+    def slots_for_head(self) -> list[int]:
+        """Return the slots whose rows a draft head must read: contexts, also for later sequences that share their
+        blocks, and `head_slots`."""
+        return [chunk.slot for chunk in self.context if not chunk.is_generation] + list(self.head_slots)
 
     def sampled_slots(self) -> list[int]:
         """Return the slots that get tokens, in the order of `ModelOutput.token_ids`: last chunks, then generation.
@@ -334,6 +342,8 @@ class EngineLimits:
             probability of at least n / (n + break_even_rows).
         guess_cost: Time that a draft head takes to guess a token, relative to a forward pass; 0: there is no draft
             head. A draft token saves time if it is accepted with a probability that is larger by `guess_cost`.
+        entry_cost: Time that a draft head takes to store what its guesses need of a token (the token's entry),
+            relative to a forward pass; 0: there is no draft head.
     """
 
     vocab_size: int
@@ -358,6 +368,7 @@ class EngineLimits:
     num_state_snapshots: int = 0
     break_even_rows: int = 256
     guess_cost: float = 0.0
+    entry_cost: float = 0.0
 
     def adapter_pages(self, rank: int) -> int:
         """Return how many pages an adapter of this rank takes."""

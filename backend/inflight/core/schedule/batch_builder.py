@@ -12,6 +12,7 @@ from itertools import takewhile
 from inflight.core.kv.kv_cache_manager import KvCacheManager
 from inflight.core.request.beam_search import BeamSearch
 from inflight.core.request.drafters import Drafter
+from inflight.core.request.head_drafts import HeadDrafts, round_up
 from inflight.core.request.llm_request import LlmRequest
 from inflight.core.schedule.adapter_pages import AdapterPages
 from inflight.core.schedule.batch import (
@@ -43,7 +44,8 @@ class BatchBuilder:
         self._kv_cache = kv_cache
         self._adapter_pages = adapter_pages
         self._vocab_size = limits.vocab_size
-        self._break_even_rows, self._guess_cost = limits.break_even_rows, limits.guess_cost
+        self._break_even_rows = limits.break_even_rows
+        self._guess_cost, self._entry_cost = limits.guess_cost, limits.entry_cost
         self._starts: list[SlotStart] = []
         self._new_blocks: list[tuple[int, tuple[int, ...]]] = []
         self._context: list[ContextChunk] = []
@@ -53,6 +55,7 @@ class BatchBuilder:
         self._replaced_blocks: list[tuple[int, int, int]] = []
         self._beam_groups: list[BeamGroup] = []
         self._state_saves: list[StateSave] = []
+        self._head_slots: list[int] = []
 
     @property
     def is_empty(self) -> bool:
@@ -128,6 +131,8 @@ class BatchBuilder:
         generation_slots = self._generation_slots
         for llm_request in sequences:
             position = llm_request.num_computed_tokens + llm_request.num_scheduled_tokens
+            if self._entry_cost and self._is_read_by_head(llm_request, position):
+                self._head_slots += llm_request.slots
             if llm_request.beams is not None:
                 self._add_beams(llm_request, llm_request.beams, position + 1)
                 llm_request.num_scheduled_tokens += 1
@@ -150,6 +155,21 @@ class BatchBuilder:
             if (position + 1) % size == 0:
                 self._save_state(llm_request, position + 1)
 
+    def _is_read_by_head(self, llm_request: LlmRequest, position: int) -> bool:
+        """Whether the draft head must read the next row of a sequence in generation.
+
+        It reads none if it will guess nothing for the sequence. But in each block it reads all rows or none, so
+        that a block has no entries of guesses or, where it was copied, of another sequence's tokens.
+        """
+        drafter, size, end = llm_request.drafter, self._kv_cache.tokens_per_block, 0
+        if isinstance(drafter, HeadDrafts):
+            if drafter.end is None and drafter.length.is_over:
+                drafter.stop(position, size)
+            if drafter.end is None:
+                return True
+            end = drafter.end
+        return position < max(end, round_up(llm_request.context_length, size))
+
     def _save_state(self, llm_request: LlmRequest, num_tokens: int) -> None:
         """Save the recurrent state, if the model has one, at a block boundary in generation."""
         states = self._kv_cache.states
@@ -166,10 +186,12 @@ class BatchBuilder:
 
         With few sequences a forward pass mostly reads weights, and draft rows cost little. With more, or if a
         draft head takes time for each guess, only as many tokens are drafted as earlier drafts of the sequence
-        suggest (`DraftLength`).
+        suggest (`DraftLength`), and none once the head has taken too much time.
 
         The draft ends before the first token that stands for a row of a prompt table.
         """
+        if drafter.length.is_over:
+            return ()
         request = llm_request.request
         room = self._kv_cache.num_certain_tokens(llm_request.key) - len(llm_request.tokens)
         left = request.max_new_tokens - llm_request.num_generated - 1
@@ -179,10 +201,12 @@ class BatchBuilder:
             # that token.
             size = self._kv_cache.tokens_per_block
             most = min(most, size - 2 - llm_request.num_computed_tokens % size)
+        needed_share = num_sequences / (num_sequences + self._break_even_rows) + self._guess_cost
         if num_sequences > _FEW_SEQUENCES or self._guess_cost:
-            needed_share = num_sequences / (num_sequences + self._break_even_rows) + self._guess_cost
             most = min(most, drafter.length.tokens_if(needed_share))
         draft = drafter.propose(most) if most > 0 else ()
+        if self._guess_cost:
+            drafter.length.spend(len(draft) * needed_share + (1 + len(draft)) * self._entry_cost)
         if request.prompt_table is None:
             return draft
         return tuple(takewhile(lambda token_id: token_id < self._vocab_size, draft))
@@ -230,5 +254,6 @@ class BatchBuilder:
             generation_slots=tuple(self._generation_slots),
             beam_groups=tuple(self._beam_groups),
             state_saves=tuple(self._state_saves),
+            head_slots=tuple(self._head_slots),
             samples_on_device=samples_on_device,
         )

@@ -3,13 +3,14 @@
 A head has one decoder layer. For the token at position p it reads the token's embedding and a hidden state of
 the model at p - 1, and guesses the token at p + 1. The layer attends to the same pairs of embedding and hidden
 state at all positions from 1 to p. An MTP head reads the model's output after the final norm, and shares embedding
-and output projection with the model; `eagle_head.py` has the other kind of head. Beside compiled
-layers an MTP head's layer is compiled too; an EAGLE-3 head's runs on torch's operators.
+and output projection with the model; `eagle_head.py` has the other kind of head. Beside compiled layers an MTP
+head's layer is compiled too; an EAGLE-3 head's runs on torch's operators.
 
 The layer's keys and values are one more layer of the KV cache, and the hidden states are stored there too: blocks
-that are shared, copied or saved have all that the head needs. Every forward pass stores both for its rows, by
-`fill`. To guess more than one token, the head gets its own output in place of the hidden state. The keys and
-values that it stores then are overwritten by the forward pass that verifies the guesses.
+that are shared, copied or saved have all that the head needs. Forward passes store both for their rows, by `fill`.
+Blocks that a sequence generates without drafts have zeros instead. To guess more than one token, the head gets its
+own output in place of the hidden state. The keys and values that it stores then are overwritten by the forward
+pass that verifies the guesses.
 
 References: vLLM `qwen3_next_mtp.py` and `deepseek_mtp.py`, SGLang `deepseek_nextn.py`.
 """
@@ -33,7 +34,7 @@ from inflight.engine.interfaces import DraftedModel, DraftLayer
 from inflight.engine.kv_cache import KvCache, cache_places
 from inflight.engine.layers.decoder import Decoder
 from inflight.engine.layers.layer_operations import apply_norm
-from inflight.engine.packing import PackedBatch
+from inflight.engine.packing import PackedBatch, PackedChunk
 from inflight.engine.rotary_tables import RotaryTables
 from inflight.engine.slots import SlotTable
 from inflight.engine.windows import AttentionWindow
@@ -82,14 +83,24 @@ class DraftHead(ABC):
         """
         self._cache.clear(block_ids)
 
-    def fill(self, packed: PackedBatch, hidden: Tensor, between: Mapping[int, Tensor]) -> None:
-        """Store hidden states, keys and values of a batch's rows.
+    def fill(
+        self, packed: PackedBatch, slots: Sequence[int], hidden: Tensor, between: Mapping[int, Tensor]
+    ) -> None:
+        """Store entries, which are hidden states, keys and values, of a batch's rows.
+
+        If the batch has prompt tables or rotary tables, all rows get entries.
 
         Args:
             packed: The rows.
+            slots: The slots whose rows get entries, at least one.
             hidden: The output of the model's last layer, [rows, hidden_size].
             between: The hidden states after `read_layers`, [rows, hidden_size] each.
         """
+        has_others = len(slots) < len(packed.bounds) - 1
+        if has_others and packed.virtual is None and packed.rotations is None:
+            is_read = torch.isin(packed.slots, upload(np.array(slots), packed.slots.device))
+            packed, hidden = _take(packed, is_read, slots), hidden[is_read]
+            between = {number: states[is_read] for number, states in between.items()}
         self._hidden.index_copy_(0, cache_places(packed, self._size), self._stored(hidden, between))
         packed = replace(self._of_layer(packed), adapters=None)  # adapters do not change the head
         self._fill(packed, self._before(packed))
@@ -273,6 +284,36 @@ def _pack(
         generation_lengths=positions + 1,
         block_tables=slots.block_tables,
         rotations=rotary.rotations(list(of_slots), positions.tolist()),
+    )
+
+
+def _take(packed: PackedBatch, is_taken: Tensor, slots: Sequence[int]) -> PackedBatch:
+    """Return the rows of some slots, without sampled rows and adapters.
+
+    Args:
+        packed: Rows, of which none is virtual or has a rotary table.
+        is_taken: Whether each row is of one of `slots`.
+        slots: The slots.
+    """
+    chunks, begin = list[PackedChunk](), 0
+    for chunk in packed.chunks:
+        if chunk.slot in slots:
+            chunks.append(replace(chunk, begin=begin, end=begin + chunk.end - chunk.begin))
+            begin = chunks[-1].end
+    lengths = packed.generation_lengths[as_array(is_taken[packed.generation_begin :].cpu())]
+    bounds = [*(chunk.begin for chunk in chunks), *range(begin, begin + len(lengths) + 1)]
+    return replace(
+        packed,
+        token_ids=packed.token_ids[is_taken],
+        positions=packed.positions[is_taken],
+        slots=packed.slots[is_taken],
+        sampled_rows=packed.sampled_rows[:0],
+        bounds=upload(np.array(bounds), packed.slots.device),
+        chunks=tuple(chunks),
+        generation_begin=begin,
+        generation_lengths=lengths,
+        adapters=None,
+        ends=None,
     )
 
 

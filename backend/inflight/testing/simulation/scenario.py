@@ -158,7 +158,11 @@ def draw(seed: int) -> Scenario:
         if rng.random() < 0.2:
             stop_at = at + rng.randint(0, 20)
             stops[stop_at] = (*stops.get(stop_at, ()), _draw_stop(rng, request, stop_at))
-    config = replace(_draw_config(rng, limits, requests), speculative_decoding_mode=_draw_speculation(seed))
+    speculation = _draw_speculation(seed)
+    config = replace(_draw_config(rng, limits, requests), speculative_decoding_mode=speculation)
+    if speculation is not None and speculation.method == Speculation.MTP and seed % 2:
+        # so large that some sequences stop to draft
+        limits = replace(limits, guess_cost=0.25, entry_cost=0.25)
     return Scenario(
         seed,
         replace(limits, overlaps_iterations=rng.choice([False, False, True])),
