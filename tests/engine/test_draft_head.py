@@ -64,6 +64,7 @@ def test_guesses_are_those_of_transformers_layers(models: Any, case: str, way: s
     plain = serve(load(model.folder, 200, 6, kernels="torch"), config_of(way), requests)
     engine = load(model.folder, 26, 4, has_draft_head=True, kernels=kernels)
     guesses = Guesses(engine)
+    assert engine.runner._draft_head._layer.kernels == kernels
     fill_with_garbage(engine.runner.cache)
     served = serve(engine, with_head(way, 3), requests)
     for request in requests:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from inflight.config import Speculation
 from inflight.core.request.request import Request
+from inflight.engine.cpu.layout import MAX_HEAD_DIM
 from inflight.engine.kv_cache import KvCache, block_bytes
 from inflight.errors import ConfigError
 from inflight.models.eagle_head import with_eagle_head
@@ -72,6 +73,7 @@ def test_guesses_follow_the_published_formulas(
     plain = serve(load(model.folder, 200, 6, kernels="torch"), config_of("no-evict"), requests)
     engine = load(model.folder, 26, 4, eagle_dir=str(head.folder), kernels=kernels)
     guesses = Guesses(engine)
+    assert engine.runner._draft_head._layer.kernels == kernels
     fill_with_garbage(engine.runner.cache)
     served = serve(engine, with_head(way, 3), requests)
     for request in requests:
@@ -89,6 +91,7 @@ def test_guesses_follow_the_published_formulas(
         {"draft_vocab_size": None},
         {"attention_bias": True, "num_key_value_heads": 4},
         {"architectures": ["LlamaForCausalLM"]},
+        {"head_dim": MAX_HEAD_DIM + 4},  # its layer runs on torch's operators, beside compiled layers
         {
             "eagle_aux_hidden_state_layer_ids": None,
             "eagle_config": {
@@ -104,6 +107,7 @@ def test_variants_of_the_layout_guess_alike(zoo: Zoo, tmp_path: Path, changes: d
     head = make_random_head(tmp_path, model, **changes)
     engine = load(model.folder, 40, eagle_dir=str(head.folder))
     guesses = Guesses(engine)
+    fill_with_garbage(engine.runner.cache)
     (request,) = make_requests(model, 1)
     served = serve(engine, with_head("no-evict", 2), [request])
     assert served.tokens(0) == model.greedy(request.input_token_ids, request.max_new_tokens)

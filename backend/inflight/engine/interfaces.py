@@ -138,8 +138,18 @@ class DraftLayer(Protocol):
         """Store the keys and values of rows, given the layer's input [rows, hidden_size]."""
         ...
 
-    def forward(self, packed: PackedBatch, cache: KvCache, hidden: Tensor) -> Tensor:
-        """Return the layer's output, given its input, [rows, hidden_size] each, and fill the cache."""
+    def forward(
+        self, packed: PackedBatch, cache: KvCache, hidden: Tensor, *, read: Tensor | None = None
+    ) -> Tensor:
+        """Return the layer's output, given its input, [rows, hidden_size] each, and fill the cache.
+
+        `read` is attention's input, if it is not the input's norm, [rows, 2 * hidden_size].
+        """
+        ...
+
+    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """Return the logits [n, any] of `forward`'s output at the indices `rows` [n], if the head has its own
+        output projection."""
         ...
 
 

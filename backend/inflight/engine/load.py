@@ -26,21 +26,17 @@ from inflight.engine.engine import ModelEngine
 from inflight.engine.kv_cache import KvCache, block_bytes
 from inflight.engine.kv_quantization import find_kv_quantization
 from inflight.engine.layers.decoder import Decoder
-from inflight.engine.layers.draft_head import DraftHead, MtpHead, head_window, make_layer
-from inflight.engine.layers.eagle_head import EagleHead
-from inflight.engine.layers.torch_sink import TorchSink
 from inflight.engine.layers.transformers_decoder import TransformersDecoder, TransformersModel
 from inflight.engine.load_decoder import (
     AnyDecoder,
     computed_dtype,
     find_model,
-    keeps_levels,
-    kept_by_compiled_layers,
     load_decoder,
     log_not_mapped,
     runs_compiled,
     weight_bytes,
 )
+from inflight.engine.load_draft_head import MakeDraftHead, load_draft_head
 from inflight.engine.load_options import LoadOptions
 from inflight.engine.memory import (
     LESS_WEIGHTS,
@@ -54,11 +50,9 @@ from inflight.engine.runner import ModelRunner
 from inflight.engine.sequence_length import longest_sequence
 from inflight.engine.windows import layer_windows
 from inflight.guided.grammars import Grammars
-from inflight.models.eagle_weights import eagle_bytes, load_eagle_weights
-from inflight.models.loader import check_weights, draft_head_bytes, load_draft_head
+from inflight.models.loader import check_weights
 from inflight.models.registry import ModelDescription
 from inflight.models.sharding import Part
-from inflight.models.sink import KeptLevels
 from inflight.ranks.topology import Mapping
 from inflight.sampling import Sampler
 from inflight.sampling.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
@@ -165,7 +159,7 @@ def load_runner(options: LoadOptions) -> ModelRunner:
     loader = _Loader(options, _find_model(options, device), device)
     loader.check_room()
     decoder = loader.load_weights()
-    make_head = loader.load_draft_head(decoder)
+    make_head = loader.load_head(decoder)
     num_adapter_pages = loader.reserve_adapters(decoder)
     capture = loader.find_graphs(decoder.has_fixed_shapes)
     cache = loader.allocate_cache(decoder, num_adapter_pages, capture)
@@ -234,33 +228,12 @@ class _Loader(RankLoader):
                 config, self._model, self.device, self.part, windows, longest, self.options.collectives
             )
 
-    def load_draft_head(self, decoder: AnyDecoder) -> Callable[[KvCache], DraftHead] | None:
-        """Read the rank's part of the draft head for torch's operators; None without one.
-
-        Returns a function that makes the head with the KV cache, which is allocated after all weights.
-        """
-        model, device = self._model, self.device
-        if isinstance(model, TransformersModel) or not model.decoder.drafts:
+    def load_head(self, decoder: AnyDecoder) -> MakeDraftHead | None:
+        """Read the rank's part of the draft head; None without one."""
+        model = self._model
+        if isinstance(model, TransformersModel) or isinstance(decoder, TransformersDecoder):
             return None
-        assert not isinstance(decoder, TransformersDecoder), "the model has a description"
-        dtype, shard = decoder.dtype, self.part.shard
-        sink = TorchSink(dtype, device, self.config.dtype)
-        if model.eagle is not None:
-            num_bytes = partial(eagle_bytes, model.eagle, dtype, shard)
-            with allocating("the EAGLE-3 head", num_bytes, device, LESS_WEIGHTS):
-                eagle = load_eagle_weights(sink, model.eagle, model.decoder.vocab_size, dtype, device, shard)
-            return partial(EagleHead, decoder, eagle)
-        of_head = (model, dtype, device, self.part)
-        num_bytes = partial(draft_head_bytes, model, dtype, self.part)
-        with allocating("the draft head", num_bytes, device, LESS_WEIGHTS):
-            if isinstance(decoder, NativeDecoder):
-                kept = KeptLevels() if kept_by_compiled_layers(self.config, model, device) else None
-                packed = load_draft_head(decoder.packer, *of_head, kept)
-                layer = decoder.draft_layer(packed.layer, head_window(decoder))
-                return partial(MtpHead, decoder, layer, packed)
-            kept = KeptLevels() if keeps_levels(self.config, model, device) else None
-            plain = load_draft_head(sink, *of_head, kept)
-            return partial(MtpHead, decoder, make_layer(decoder, plain.layer), plain)
+        return load_draft_head(self.config, model, decoder, self.device) if model.decoder.drafts else None
 
     def reserve_adapters(self, decoder: AnyDecoder) -> int:
         """Allocate pages for LoRA adapters; return their number."""

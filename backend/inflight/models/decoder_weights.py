@@ -284,7 +284,7 @@ LayerT = TypeVar("LayerT")
 
 
 @dataclass(frozen=True, slots=True)
-class DraftHeadWeights(Generic[LayerT]):
+class DraftHeadWeights(Generic[LayerT, LinearT]):
     """Weights of a draft head, which shares the model's embedding and output projection.
 
     Attributes:
@@ -298,7 +298,7 @@ class DraftHeadWeights(Generic[LayerT]):
 
     embedding_norm: Norm
     hidden_norm: Norm
-    projection: Linear
+    projection: LinearT
     layer: LayerT
     final_norm: Norm
 

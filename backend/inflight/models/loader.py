@@ -170,18 +170,18 @@ def draft_head_bytes(model: ModelDescription, dtype: torch.dtype, part: Part) ->
     )
 
 
-def load_draft_head(
+def load_mtp_weights(
     sink: Sink[LayerT, LinearT],
     model: ModelDescription,
     dtype: torch.dtype,
     device: torch.device,
     part: Part,
     kept: KeptLevels | None = None,
-) -> DraftHeadWeights[LayerT]:
+) -> DraftHeadWeights[LayerT, LinearT]:
     """Read a part of the checkpoint's draft head as `load_weights_into` reads the model.
 
     Args:
-        sink: Converts the layer.
+        sink: Converts each projection and the layer.
         model: A model with `DecoderConfig.has_draft_head`.
         dtype: Dtype of tensors that are not converted.
         device: Device of the weights.

@@ -118,12 +118,12 @@ class WeightReader(Generic[LayerT, LinearT]):
             embedding_norm,
         )
 
-    def draft_head(self, sources: DraftHeadSources) -> DraftHeadWeights[LayerT]:
-        """Return the weights of a draft head, with its layer as converted by the sink."""
+    def draft_head(self, sources: DraftHeadSources) -> DraftHeadWeights[LayerT, LinearT]:
+        """Return the weights of a draft head, as converted by the sink."""
         return DraftHeadWeights(
             embedding_norm=self._norm(sources.embedding_norm, self.plain),
             hidden_norm=self._norm(sources.hidden_norm, self.plain),
-            projection=Linear(self.plain(sources.projection.weight)),
+            projection=self.projection(sources.projection),
             layer=self._sink.layer(self._layer(sources.layer)),
             final_norm=self._norm(sources.final_norm, self.plain),
         )

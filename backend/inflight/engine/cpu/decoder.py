@@ -80,6 +80,7 @@ class NativeDecoder:
         collectives: As for `Decoder`.
         quantization: 8-bit format of the cache that every call passes; None: not quantized.
         num_mapped_bytes: Bytes of weights that are mapped from a file, and so need page cache.
+        widest_operand: Width of the widest input of `linear` and of `read` in `forward`; 0: neither is used.
 
     Raises:
         ConfigError: The threads cannot be started, or INFLIGHT_CPU_SPIN_US is not a number of microseconds.
@@ -113,6 +114,7 @@ class NativeDecoder:
         collectives: Collectives = ALONE,
         quantization: KvQuantization | None = None,
         num_mapped_bytes: int = 0,
+        widest_operand: int = 0,
     ) -> None:
         self.config = config
         self.num_mapped_bytes = num_mapped_bytes
@@ -139,7 +141,7 @@ class NativeDecoder:
         self._cache: KvCache | None = None
         self._quantization = quantization
         self._latent = _describe_latent(config.latent)
-        self._shape = self._describe(held, tokens_per_block)
+        self._shape = self._describe(held, tokens_per_block, widest_operand)
         self._handle = Handle(self._library, self._shape, self._layers)
         if not self._handle.exists:
             raise ConfigError(
@@ -180,9 +182,16 @@ class NativeDecoder:
         cache: KvCache,
         hidden: Tensor | None = None,
         between: HiddenStates | None = None,
+        read: Tensor | None = None,
     ) -> Tensor:
-        """Compute this rank's layers; a library call ends at each layer whose hidden states are wanted."""
+        """Compute this rank's layers; a library call ends at each layer whose hidden states are wanted.
+
+        `read` is attention's input [rows, 2 * hidden_size] in the only layer of an EAGLE-3 head.
+        """
         batch, x = self._begin(packed, cache, hidden)
+        if read is not None:
+            read = read.contiguous()
+            batch.read = read.data_ptr()
         _check(self._library.prepare(self._handle, batch, None, 0))
         between = between or HiddenStates()
         virtual = packed.virtual
@@ -205,23 +214,48 @@ class NativeDecoder:
         return x
 
     def fill(self, packed: PackedBatch, cache: KvCache, hidden: Tensor) -> None:
-        """Store keys and values of the only layer as `Decoder.fill` does, for rows without adapters."""
+        """Store keys and values of the only layer as `Decoder.fill` does, for rows without adapters.
+
+        In an EAGLE-3 head, `hidden` [rows, 2 * hidden_size] is attention's input.
+        """
         batch, x = self._begin(packed, cache, hidden)
+        if x.shape[1] > self.config.hidden_size:
+            batch.read = x.data_ptr()
         _check(self._library.prepare(self._handle, batch, x.data_ptr(), 0))
         self._run(batch, x, 0, 1, None if self.collectives.size == 1 else torch.empty_like(x), _ATTENTION)
 
-    def draft_layer(self, layer: PackedLayer, window: AttentionWindow) -> NativeDecoder:
-        """Return a decoder of a draft head's only layer, for the same ranks and block size."""
+    def linear(self, linear: PackedLinear) -> Callable[[Tensor], Tensor]:
+        """Return a function that computes a packed linear layer outside of the layers, for inputs [rows, any]."""
+
+        def apply(x: Tensor) -> Tensor:
+            x = x.contiguous()
+            out = torch.empty(len(x), linear.struct.columns, dtype=self.dtype)
+            is_done = self._library.product(
+                self._handle, linear.struct, x.data_ptr(), *x.shape, out.data_ptr()
+            )
+            _check(is_done)
+            return out
+
+        return apply
+
+    def draft_layer(
+        self, weights: DecoderWeights[PackedLayer, PackedLinear], window: AttentionWindow, part: Part
+    ) -> NativeDecoder:
+        """Return a decoder of a draft head's only layer, for the same ranks and block size.
+
+        It computes linear layers whose inputs are at most 3 * hidden_size wide.
+        """
         return NativeDecoder(
             self.config.draft_layer,
-            DecoderWeights(None, None, (layer,), None, None),
+            weights,
             self.packer,
             (window,),
             self.max_sequence_length,
             self._shape.tokens_per_block,
-            Part(self.part.shard, (0, 1), is_first_stage=False, is_last_stage=False),
+            part,
             self.collectives,
             self._quantization,
+            widest_operand=3 * self.config.hidden_size,
         )
 
     def _take(self, x: Tensor, total: Tensor, of: Contribution) -> None:
@@ -389,7 +423,7 @@ class NativeDecoder:
         self._library.read_routed(self._handle, routed)
         return routed
 
-    def _describe(self, held: DecoderConfig, tokens_per_block: int) -> ShapeStruct:
+    def _describe(self, held: DecoderConfig, tokens_per_block: int, widest_operand: int) -> ShapeStruct:
         experts = held.experts or ExpertsConfig(0, 0, 0, False, ())
         swiglu = held.clamped_swiglu or ClampedSwiglu(alpha=0.0, limit=0.0)
         return ShapeStruct(
@@ -418,6 +452,7 @@ class NativeDecoder:
             _CACHE_KINDS[self._quantization],
             _spin_us(),
             held.attention_gate,
+            widest_operand,
             held.norm_eps,
             held.score_scale,
             held.attention_soft_cap or 0.0,

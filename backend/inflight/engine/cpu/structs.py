@@ -157,6 +157,7 @@ class ShapeStruct(Structure):
         ("cache_kind", c_int32),
         ("spin_us", c_int32),
         ("gates_attention", c_int32),
+        ("widest_operand", c_int32),
         ("eps", c_float),
         ("attention_scale", c_float),
         ("attention_soft_cap", c_float),
@@ -222,6 +223,7 @@ class BatchStruct(Structure):
         ("cos", c_void_p),
         ("sin", c_void_p),
         ("ends", c_void_p),
+        ("read", c_void_p),
     )
 
 
@@ -285,6 +287,7 @@ _SIGNATURES = {
         c_bool,
         (c_void_p, POINTER(NormStruct), POINTER(LinearStruct), c_void_p, c_void_p, c_int64, c_void_p),
     ),
+    "product": (c_bool, (c_void_p, POINTER(LinearStruct), c_void_p, c_int64, c_int32, c_void_p)),
     "find_peaks": (None, (c_void_p, c_void_p, c_int32, c_int64, c_void_p, c_void_p, c_void_p)),
     "apply_masks": (None, (c_void_p, c_void_p, c_int32, POINTER(MaskedRowsStruct), c_void_p)),
     "penalize": (c_int32, (c_void_p, c_void_p, c_int32, POINTER(PenalizedRowsStruct))),

@@ -3,8 +3,8 @@
 A head has one decoder layer. For the token at position p it reads the token's embedding and a hidden state of
 the model at p - 1, and guesses the token at p + 1. The layer attends to the same pairs of embedding and hidden
 state at all positions from 1 to p. An MTP head reads the model's output after the final norm, and shares embedding
-and output projection with the model; `eagle_head.py` has the other kind of head. Beside compiled layers an MTP
-head's layer is compiled too; an EAGLE-3 head's runs on torch's operators.
+and output projection with the model; `eagle_head.py` has the other kind of head. Beside compiled layers the
+head's layer and projections are compiled too.
 
 The layer's keys and values are one more layer of the KV cache, and the hidden states are stored there too: blocks
 that are shared, copied or saved have all that the head needs. Forward passes store both for their rows, by `fill`.
@@ -18,7 +18,7 @@ References: vLLM `qwen3_next_mtp.py` and `deepseek_mtp.py`, SGLang `deepseek_nex
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,9 +39,7 @@ from inflight.engine.rotary_tables import RotaryTables
 from inflight.engine.slots import SlotTable
 from inflight.engine.windows import AttentionWindow
 from inflight.models.decoder_weights import (
-    DecoderWeights,
     DraftHeadWeights,
-    LayerWeights,
     PlainWeights,
 )
 from inflight.models.sharding import Part
@@ -196,16 +194,22 @@ class MtpHead(DraftHead):
 
     Args:
         model: The decoder of the model.
-        layer: The decoder of the head's layer, whose only window is `head_window`.
+        layer: The decoder of the head's layer, without output projection.
+        projection: Computes `DraftHeadWeights.projection`.
         weights: The weights of the head.
         cache: The KV cache of a model with a draft head.
     """
 
     def __init__(
-        self, model: DraftedModel, layer: DraftLayer, weights: DraftHeadWeights[Any], cache: KvCache
+        self,
+        model: DraftedModel,
+        layer: DraftLayer,
+        projection: Callable[[Tensor], Tensor],
+        weights: DraftHeadWeights[Any, Any],
+        cache: KvCache,
     ) -> None:
         super().__init__(model, cache)
-        self._layer, self._weights = layer, weights
+        self._layer, self._projection, self._weights = layer, projection, weights
         self._logits_of_model = model.logits_after(weights.final_norm)
 
     def _stored(self, hidden: Tensor, between: Mapping[int, Tensor]) -> Tensor:
@@ -221,7 +225,7 @@ class MtpHead(DraftHead):
         """Return the layer's input for tokens with `hidden` before them, [rows, hidden_size]."""
         weights, eps = self._weights, self._model.config.norm_eps
         embedded = apply_norm(self._model.embed(packed), weights.embedding_norm, eps)
-        return weights.projection(torch.cat([embedded, apply_norm(hidden, weights.hidden_norm, eps)], dim=-1))
+        return self._projection(torch.cat([embedded, apply_norm(hidden, weights.hidden_norm, eps)], dim=-1))
 
     def _next(self, output: Tensor) -> Tensor:
         return apply_norm(output, self._weights.final_norm, self._model.config.norm_eps)
@@ -236,13 +240,7 @@ def head_window(model: DraftedModel) -> AttentionWindow:
     return AttentionWindow(model.max_sequence_length, begin=1)
 
 
-def make_layer(model: DraftedModel, layer: LayerWeights) -> Decoder:
-    """Return a decoder of a draft head's only layer on torch's operators, without the output projection."""
-    part = Part(model.part.shard, (0, 1), is_first_stage=False, is_last_stage=False)
-    return make_decoder(model, DecoderWeights(None, None, (layer,), None, None), part)
-
-
-def make_decoder(model: DraftedModel, weights: PlainWeights, part: Part) -> Decoder:
+def make_layer(model: DraftedModel, weights: PlainWeights, part: Part) -> Decoder:
     """Return a decoder of a draft head's only layer on torch's operators.
 
     Args:

@@ -7,20 +7,20 @@ stream begins with the hidden state. A guessed token's hidden state is the layer
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inflight.engine.interfaces import DraftedModel
+from inflight.engine.interfaces import DraftedModel, DraftLayer
 from inflight.engine.kv_cache import KvCache
-from inflight.engine.layers.draft_head import DraftHead, make_decoder
+from inflight.engine.layers.draft_head import DraftHead
 from inflight.engine.layers.layer_operations import apply_norm
 from inflight.engine.packing import PackedBatch
-from inflight.models.decoder_weights import LayerWeights, Linear
-from inflight.models.eagle_weights import EagleWeights, eagle_part
+from inflight.models.eagle_weights import EagleWeights
 
 
 class EagleHead(DraftHead):
@@ -28,15 +28,22 @@ class EagleHead(DraftHead):
 
     Args:
         model: The decoder of the model, with `DecoderConfig.eagle`.
+        layer: The decoder of the head's layer, with its output projection.
+        fusion: Computes `EagleWeights.fusion`.
         weights: The weights of the head.
         cache: The KV cache of this model.
     """
 
     def __init__(
-        self, model: DraftedModel, weights: EagleWeights[LayerWeights, Linear], cache: KvCache
+        self,
+        model: DraftedModel,
+        layer: DraftLayer,
+        fusion: Callable[[Tensor], Tensor],
+        weights: EagleWeights[Any, Any],
+        cache: KvCache,
     ) -> None:
         super().__init__(model, cache)
-        self._layer = make_decoder(model, weights.decoder, eagle_part(model.part.shard))
+        self._layer, self._fusion, self._eps = layer, fusion, model.config.draft_layer.norm_eps
         config, eagle = model.config, model.config.eagle
         assert eagle is not None, "the model was described with the head"
         self._weights, self._order = weights, eagle.read_layers
@@ -46,7 +53,7 @@ class EagleHead(DraftHead):
 
     def _stored(self, hidden: Tensor, between: Mapping[int, Tensor]) -> Tensor:
         read = [between.get(number, hidden) for number in self._order]  # after all layers: the output
-        return self._weights.fusion(torch.cat(read, dim=-1))
+        return self._fusion(torch.cat(read, dim=-1))
 
     def _fill(self, packed: PackedBatch, hidden: Tensor) -> None:
         self._layer.fill(packed, self._cache, self._read(packed, hidden))
@@ -56,7 +63,7 @@ class EagleHead(DraftHead):
 
     def _read(self, packed: PackedBatch, hidden: Tensor) -> Tensor:
         """Return attention's input for tokens with `hidden` before them, [rows, 2 * hidden_size]."""
-        weights, eps = self._weights, self._layer.config.norm_eps
+        weights, eps = self._weights, self._eps
         embedded = apply_norm(self._embed(packed), weights.embedding_norm, eps)
         return torch.cat([embedded, apply_norm(hidden, weights.hidden_norm, eps)], dim=-1)
 

@@ -130,6 +130,9 @@ bool logits(void* decoder, const Norm* norm, const Linear* head, const Stored* x
             float* out) {
   return static_cast<Decoder<Element>*>(decoder)->logits(*norm, *head, x, indices, rows, out);
 }
+bool product(void* decoder, const Linear* linear, const Stored* x, int64_t rows, int width, Stored* out) {
+  return static_cast<Decoder<Element>*>(decoder)->product(*linear, x, rows, width, out);
+}
 void find_peaks(void* decoder, const float* logits, int columns, int64_t count, const int64_t* rows, float* highest,
                 int64_t* tokens) {
   static_cast<Decoder<Element>*>(decoder)->find_peaks(logits, columns, count, rows, highest, tokens);

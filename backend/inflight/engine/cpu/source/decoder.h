@@ -165,6 +165,18 @@ class Decoder {
     return true;
   }
 
+  // out [rows, columns] = x [rows, width] * linear.
+  bool product(const Linear& linear, const Stored* x, int64_t rows, int width, Stored* out) {
+    if (!reserve_operand(rows)) return false;
+    team_.run([&](int thread) {
+      const Product product{linear};
+      const Tasks tasks = tasks_of(product, rows);
+      load_operand(product, tasks, rows, width, thread, [&](int64_t row, Stored*) { return x + row * width; });
+      multiply_into(product, tasks, thread, out, linear.columns);
+    });
+    return true;
+  }
+
   // highest, tokens [count]: peaks of the rows `rows` [count] of logits [any, columns], or of the first `count` rows.
   void find_peaks(const float* logits, int columns, int64_t count, const int64_t* rows, float* highest,
                   int64_t* tokens) {
@@ -311,7 +323,7 @@ class Decoder {
   // A row in bfloat16 or float32 has at least as many pairs as in int8, also in groups of 8.
   int64_t pairs_of_widest() const {
     const int widest = std::max({shape_.hidden, shape_.inner, shape_.expert_inner, shape_.shared_inner, read_width(),
-                                 shape_.recurrent.output});
+                                 shape_.recurrent.output, shape_.widest_operand});
     return pairs_of(std::max({widest, latent_.query_rank, latent_.rank, latent_.nope}));
   }
   static int64_t pairs_of(int width) { return (width + E::kPair - 1) / E::kPair + kLanes; }
@@ -551,11 +563,18 @@ class Decoder {
     const Product output{layer.output, batch.adapters, index, &LayerAdapter::output};
     const int width = qkv_width();
     Stored *qkv = qkv_.get() + gate_width(), *read = read_.get();
-    load_normalized(qkv_of_x, layer.attention_norm, batch.num_rows, thread, [&](int64_t row) {
-      const Stored* own = x + row * shape_.hidden;
-      if (shape_.is_parallel) std::memcpy(before_.get() + row * shape_.hidden, own, shape_.hidden * sizeof *own);
-      return own;
-    });
+    if (batch.read) {
+      const auto* given = static_cast<const Stored*>(batch.read);
+      const int inputs = 2 * shape_.hidden;
+      load_operand(qkv_of_x, tasks_of(qkv_of_x, batch.num_rows), batch.num_rows, inputs, thread,
+                   [&](int64_t row, Stored*) { return given + row * inputs; });
+    } else {
+      load_normalized(qkv_of_x, layer.attention_norm, batch.num_rows, thread, [&](int64_t row) {
+        const Stored* own = x + row * shape_.hidden;
+        if (shape_.is_parallel) std::memcpy(before_.get() + row * shape_.hidden, own, shape_.hidden * sizeof *own);
+        return own;
+      });
+    }
     multiply_into(qkv_of_x, tasks_of(qkv_of_x, batch.num_rows), thread, qkv_.get(), width);
     team_.barrier();
     const Share share(batch.num_rows, thread, team_.size());

@@ -138,6 +138,7 @@ struct Shape {
   int32_t cache_kind;            // format of keys and values in the cache: a CacheKind
   int32_t spin_us;               // microseconds that a thread spins at a barrier before it sleeps
   int32_t gates_attention;       // whether qkv's columns begin with gates of the heads' results
+  int32_t widest_operand;        // at least the width of inputs of `product` and of `Batch::read`; 0: there are none
   float eps, attention_scale, attention_soft_cap, residual_scale, logits_scale, logits_soft_cap;  // cap 0: none
   float chances_scale;               // of experts, after normalization
   float swiglu_limit, swiglu_alpha;  // of a clamped SwiGLU, which replaces `activation`; limit 0: not clamped
@@ -160,6 +161,7 @@ struct Batch {
   int64_t num_kept;
   const float *cos, *sin;          // [num_rows, rotary_dim / 2], instead of those of positions; or null
   const int64_t* ends;  // [num_rows], the last position that each row sees in bidirectional layers; null: its own
+  const void* read;     // [num_rows, 2 * hidden], attention's input; null: the residual stream after the norm
 };
 
 template <class T>
