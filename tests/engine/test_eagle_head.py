@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from dataclasses import replace
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
@@ -88,7 +91,15 @@ def test_guesses_follow_the_published_formulas(zoo: Zoo, tmp_path: Path, case: s
             "eagle_config": {
                 "eagle_aux_hidden_state_layer_ids": [each - 1 for each in AFTER],
                 "use_aux_hidden_state": True,
+                "use_input_layernorm_in_first_layer": True,
+                "use_last_layernorm": True,
+                "use_mtp_layernorm": False,
+                "next_layer_regular": True,
+                "parallel_draft_step": 1,
+                "parallel_draft_heads_num_layers": None,
             },
+            "fc_norm": False,
+            "norm_before_residual": False,
         },
     ],
     ids=lambda changes: next(iter(changes)),
@@ -336,7 +347,15 @@ def test_engines_without_draft_heads_refuse_them(
         ),
         ({"eagle_aux_hidden_state_layer_ids": [1]}, r"is \[1\], expected three numbers of layers"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state' is False, expected true"),
-        ({"fc_norm": True}, "'fc_norm' is True, expected no such key"),
+        ({"fc_norm": True}, "'fc_norm' is True, expected false: heads of this form are not read"),
+        (
+            {"norm_before_residual": True},
+            "'norm_before_residual' is True, expected false: heads of this form",
+        ),
+        ({"eagle_config": {"use_last_layernorm": False}}, "use_last_layernorm' is False, expected true"),
+        ({"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm' is True, expected false"),
+        ({"eagle_config": {"parallel_draft_step": 4}}, "parallel_draft_step' is 4, expected 1"),
+        ({"eagle_config": {"has_gate": False}}, "'eagle_config.has_gate' is False, expected no such key"),
         (
             {"intermediate_size": 41},
             r"has shape \[40, 64\], expected \[41, 64\] from config.json of the head",
@@ -390,11 +409,37 @@ def test_a_head_that_does_not_fit_is_refused_by_its_tensors(
 def test_a_folder_without_weights_is_refused(zoo: Zoo, tmp_path: Path) -> None:
     model = zoo["llama-gqa"]
     make_random_head(tmp_path, model)
-    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(
-        ConfigError, match=r"has config\.json, pytorch_model\.bin, expected model\.safetensors"
-    ):
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"has config\.json, expected model\.safetensors$"):
         load(model.folder, 20, eagle_dir=str(tmp_path))
+
+
+def test_the_error_for_a_pickled_head_says_how_to_convert_it(zoo: Zoo, tmp_path: Path) -> None:
+    model = zoo["llama-gqa"]
+    head = make_random_head(tmp_path, model)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(head.tensors, tmp_path / "pytorch_model.bin")
+    with pytest.raises(
+        ConfigError, match=r"has config\.json, pytorch_model\.bin, expected model\.safetensors\. Files"
+    ) as raised:
+        load(model.folder, 20, eagle_dir=str(tmp_path))
+    (program,) = re.findall('python -c "([^"]*)"$', str(raised.value))
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
+    engine = load(model.folder, 20, eagle_dir=str(tmp_path))
+    assert torch.equal(engine.runner._draft_head._weights.token_ids, torch.arange(70) + head.tensors["d2t"])
+
+
+def test_no_numbers_of_layers_mean_the_usual_ones(zoo: Zoo, tmp_path: Path) -> None:
+    """ModelOpt writes an empty list."""
+    model = make_model(tmp_path / "model", "llama-gqa", changes={"num_hidden_layers": 7})
+    head = make_random_head(
+        tmp_path / "head",
+        model,
+        eagle_aux_hidden_state_layer_ids=None,
+        eagle_config={"eagle_aux_hidden_state_layer_ids": [], "use_aux_hidden_state": True},
+    )
+    described = with_eagle_head(read_model_description(model.folder), str(head.folder))
+    assert described.decoder.eagle.read_layers == (2, 3, 4)
 
 
 def test_a_model_of_few_layers_needs_the_numbers_of_layers(zoo: Zoo, tmp_path: Path) -> None:
