@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from inflight.config import Speculation
+from inflight.core.request.guide import Guide, GuideKind
 from inflight.core.request.request import Request
 from inflight.engine.kv_cache import KvCache, block_bytes
 from inflight.errors import ConfigError
@@ -34,6 +35,8 @@ from tests.engine.lora import make_adapter, stored
 from tests.engine.pictures import Picture, make_prompt, request_of
 from tests.engine.ranks import ranks
 from tests.engine.serving import Served, config_of, load, serve
+from tests.guided.factories import load as load_guided
+from tests.guided.factories import make_request as make_guided_request
 from tests.models.eagle_heads import AFTER, EagleHeadFolder, make_random_head, make_right_head, weaken
 from tests.models.zoo import Zoo, ZooModel, make_model
 from tests.tiers import with_all
@@ -41,6 +44,12 @@ from tests.tiers import with_all
 CASES = ("llama-gqa", "qwen3.5", "deepseek-v3", "qwen3", "gpt-oss")
 
 
+GUIDES = (
+    Guide(GuideKind.REGEX, "([a-d]{2,4} ){3,6}end"),
+    Guide(GuideKind.REGEX, "[^0]*"),
+    Guide(GuideKind.JSON_SCHEMA, '{"type": "array", "items": {"type": "integer"}, "minItems": 2}'),
+    None,
+)
 NUM_ADDED = {"qwen3-vl": 2}
 READ_LAYERS = "eagle_aux_hidden_state_layer_ids"
 ROOT = Path(__file__).parents[2]
@@ -238,6 +247,31 @@ def test_requests_of_all_kinds_have_the_same_results_with_and_without_guesses(
             for of_found, of_expected in zip(found.log_probs or (), expected.log_probs or (), strict=True):
                 assert of_found == pytest.approx(of_expected, abs=1e-4)
         assert served.result(0).perf_metrics.num_accepted_draft_tokens > 3
+
+
+def test_guided_requests_have_drafts_and_the_same_tokens(right: tuple[ZooModel, EagleHeadFolder]) -> None:
+    """The masks of a draft's rows follow the guesses, of which a guide may allow none."""
+    model, head = right
+    requests = [
+        make_guided_request(
+            10 * number + place, model.prompt(7, place), guide, 40, sampling=sampling, output=METRICS
+        )
+        for number, sampling in enumerate(({"top_p": 0.0}, {}))
+        for place, guide in enumerate(GUIDES)
+    ]
+    plain = serve(load_guided(model.folder, kernels="torch"), config_of("no-evict"), requests)
+    engine = load_guided(model.folder, 60, 6, eagle_dir=str(head.folder))
+    engine.limits = replace(engine.limits, guess_cost=0.0)
+    for way in ("no-evict", "utilization-chunked-no-reuse"):
+        served = serve(engine, with_head(way, 3), requests)
+        counts = [0, 0]
+        for request in requests:
+            assert served.tokens(request) == plain.tokens(request)
+            if request.guide is not None:
+                metrics = served.result(request).perf_metrics
+                counts[0] += metrics.num_accepted_draft_tokens
+                counts[1] += metrics.num_draft_tokens - metrics.num_accepted_draft_tokens
+        assert counts[0] > 5 and counts[1] > 20
 
 
 @pytest.mark.parametrize("has_embedding", [False, True])
