@@ -448,6 +448,15 @@ def test_a_folder_without_weights_is_refused(zoo: Zoo, tmp_path: Path) -> None:
         load(model.folder, 20, eagle_dir=str(tmp_path))
 
 
+@pytest.mark.parametrize("size", [0, 40, 300])
+def test_a_file_that_was_cut_is_refused(zoo: Zoo, tmp_path: Path, size: int) -> None:
+    model = zoo["llama-gqa"]
+    path = make_random_head(tmp_path, model).folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ConfigError, match="has no tensors, or is not a whole file of safetensors"):
+        load(model.folder, 20, eagle_dir=str(tmp_path))
+
+
 def test_the_error_for_a_pickled_head_says_how_to_convert_it(zoo: Zoo, tmp_path: Path) -> None:
     model = zoo["llama-gqa"]
     head = make_random_head(tmp_path, model)

@@ -180,7 +180,10 @@ def _check_tensors(head: ModelDescription, vocab_size: int) -> None:
         )
     stored: dict[str, StoredTensor] = {}
     for file in files:
-        stored |= stored_tensors(file)
+        found = stored_tensors(file)
+        if not found:
+            raise ConfigError(f"{file} has no tensors, or is not a whole file of safetensors")
+        stored |= found
     shapes = {name: tensor.shape for name, tensor in stored.items()}
     hidden, expected = head.decoder.hidden_size, _shapes(head.decoder, vocab_size, shapes)
     if shapes.get(f"{FUSION}.weight") == (hidden, 2 * hidden):
