@@ -20,6 +20,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
+from benchmarks.measuring.drafts import DraftedRun
 from benchmarks.measuring.options import new_parser
 from inflight.config import EngineConfig, SchedulingConfig, Speculation
 from inflight.core.request.request import IterationInput, OutputOptions, Request
@@ -37,22 +38,10 @@ PROMPTS = tuple(f"def {verb}_{noun}:\n" for noun in _NOUNS for verb in _VERBS)
 
 
 @dataclass(frozen=True, slots=True)
-class StreamsRun:
-    """Measurement of requests at once: their results, the time they took in seconds, and iterations."""
+class StreamsRun(DraftedRun):
+    """Measurement of requests at once, which took `seconds`."""
 
-    results: tuple[SequenceResult, ...]
     seconds: float
-    num_iterations: int
-
-    @property
-    def tokens(self) -> list:
-        """The tokens of all requests."""
-        return [result.output_token_ids for result in self.results]
-
-    def total(self, count: str) -> int:
-        """Return the sum of a field of `PerfMetrics` over all requests."""
-        metrics = [result.perf_metrics for result in self.results if result.perf_metrics is not None]
-        return sum(getattr(each, count) for each in metrics)
 
 
 def run(engine: ModelEngine, requests: Sequence[Request], speculation: Speculation | None) -> StreamsRun:
@@ -71,7 +60,7 @@ def run(engine: ModelEngine, requests: Sequence[Request], speculation: Speculati
             raise response.error
         if response.result is not None:
             found[response.request_id] = response.result
-    return StreamsRun(tuple(found[request.request_id] for request in requests), seconds, num_iterations)
+    return StreamsRun(tuple(found[request.request_id] for request in requests), num_iterations, seconds)
 
 
 @contextmanager
@@ -108,19 +97,14 @@ def measure(
         same = first.tokens == runs["plain"][0].tokens
         if not same and engines[name].dtype == "float32":
             raise AssertionError(f"{name} changed the tokens")
-        drafted, accepted = first.total("num_draft_tokens"), first.total("num_accepted_draft_tokens")
         rows.append(
             {
                 "streams": len(requests),
                 "method": name,
                 "tokens_per_s": round(speeds[name]),
                 "to_plain": round(speeds[name] / speeds["plain"], 3),
-                "iterations": first.num_iterations,
-                "drafted": drafted,
-                "accepted": accepted,
-                "accepted_rate": round(accepted / max(1, drafted), 2),
-                "same_tokens": same,
             }
+            | first.row(runs["plain"][0])
         )
     return rows
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.measuring.drafts import DraftedRun
 from benchmarks.measuring.options import new_parser
 from inflight.config import EngineConfig, SchedulingConfig, Speculation
 from inflight.core.request.request import IterationInput, OutputOptions, Request
@@ -49,22 +50,10 @@ METHODS = ("plain", "lookup", "suffix")
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Measurement of some requests: tokens per second after each first token, and number of iterations."""
+class Run(DraftedRun):
+    """Measurement of some requests, with tokens per second after each first token."""
 
-    results: tuple[SequenceResult, ...]
     tokens_per_second: float
-    num_iterations: int
-
-    @property
-    def output_token_ids(self) -> list:
-        """The tokens of all requests."""
-        return [result.output_token_ids for result in self.results]
-
-    def total(self, count: str) -> int:
-        """Return the sum of a field of `PerfMetrics` over all requests."""
-        metrics = [result.perf_metrics for result in self.results if result.perf_metrics is not None]
-        return sum(getattr(each, count) for each in metrics)
 
 
 def run(engine: ModelEngine, requests: Sequence[Request], speculation: Speculation | None) -> Run:
@@ -87,7 +76,7 @@ def run(engine: ModelEngine, requests: Sequence[Request], speculation: Speculati
         assert last.result is not None, "a response without an error has a result"
         results.append(last.result)
     num_tokens = sum(result.num_output_tokens[0] - 1 for result in results)
-    return Run(tuple(results), num_tokens / seconds, num_iterations)
+    return Run(tuple(results), num_iterations, num_tokens / seconds)
 
 
 def measure(engine: ModelEngine, requests: Sequence[Request], num_draft: int, rounds: int) -> list[dict]:
@@ -103,10 +92,8 @@ def measure(engine: ModelEngine, requests: Sequence[Request], num_draft: int, ro
     plain = runs[0][0]
     rows = []
     for method, speed, measured in zip(METHODS, speeds, runs[0], strict=True):
-        same = measured.output_token_ids == plain.output_token_ids
-        if not same and engine.dtype == "float32":
+        if measured.tokens != plain.tokens and engine.dtype == "float32":
             raise AssertionError(f"{method} changed the tokens")
-        drafted, accepted = measured.total("num_draft_tokens"), measured.total("num_accepted_draft_tokens")
         rows.append(
             {
                 "method": method,
@@ -114,12 +101,8 @@ def measure(engine: ModelEngine, requests: Sequence[Request], num_draft: int, ro
                 "new_tokens": sum(result.num_output_tokens[0] for result in measured.results),
                 "tokens_per_s": round(speed),
                 "speed_up": round(speed / speeds[0], 2),
-                "iterations": measured.num_iterations,
-                "drafted": drafted,
-                "accepted": accepted,
-                "accepted_rate": round(accepted / max(1, drafted), 2),
-                "same_tokens": same,
             }
+            | measured.row(plain)
         )
     return rows
 

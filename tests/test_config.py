@@ -175,6 +175,8 @@ GOOD = [
     ("speculative_decoding_mode", "mtp", Speculation("mtp", 1)),
     ("speculative_decoding_mode", "mtp:3", Speculation("mtp", 3)),
     ("speculative_model_dir", "/heads/a", "/heads/a"),
+    ("eagle_choices", "{0, 0, 0}, {0}, {0, 0}", 3),
+    ("eagle_choices", "[[0], [0, 0]]", 2),
     ("lora_adapters", "sql=/a/sql, chat = /a/c=d", (("sql", "/a/sql"), ("chat", "/a/c=d"))),
     ("enable_adapter_commands", "true", True),
     ("enable_sleep_mode", "true", True),
@@ -184,7 +186,8 @@ GOOD = [
 
 @pytest.mark.parametrize(("key", "text", "value"), GOOD)
 def test_valid_texts_of_parameters_are_read(key: str, text: str, value: object) -> None:
-    assert value_of(make_parameters(role_of(key), **{key: text}), key) == value
+    beside = {"speculative_decoding_mode": "mtp"} if key == "eagle_choices" else {}
+    assert value_of(make_parameters(role_of(key), **{key: text}, **beside), key) == value
 
 
 def test_an_eagle_head_has_a_folder_and_a_mode() -> None:
@@ -205,6 +208,33 @@ def test_an_eagle_head_has_a_folder_and_a_mode() -> None:
         )
         with pytest.raises(ConfigError, match=message):
             make_parameters(Role.ENGINE, speculative_model_dir="/heads/a", speculative_decoding_mode=mode)
+
+
+@pytest.mark.parametrize(
+    ("beside", "method"),
+    [
+        ({"speculative_model_dir": "/heads/a"}, "eagle3"),
+        ({"speculative_model_dir": "/heads/a", "speculative_decoding_mode": "eagle3:2"}, "eagle3"),
+        ({"speculative_decoding_mode": "mtp"}, "mtp"),
+    ],
+)
+def test_choices_that_are_a_chain_set_the_length_of_drafts(beside: dict[str, str], method: str) -> None:
+    scheduler = make_parameters(Role.ENGINE, eagle_choices="{0, 0}, {0}", **beside).scheduler
+    assert scheduler.speculative_decoding_mode == Speculation(method, 2)
+
+
+@pytest.mark.parametrize(
+    ("beside", "message"),
+    [
+        ({}, "expected a head beside it: speculative_model_dir with the folder of an EAGLE-3 head, or"),
+        ({"speculative_decoding_mode": "suffix"}, "expected a head beside it"),
+        ({"speculative_decoding_mode": "none"}, "expected a head beside it"),
+        ({"speculative_decoding_mode": "mtp:3"}, "but speculative_decoding_mode is mtp:3: set only one"),
+    ],
+)
+def test_choices_need_a_head_and_no_other_length(beside: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"eagle_choices: got a chain of 2, {message}"):
+        make_parameters(Role.ENGINE, eagle_choices="{0, 0}, {0}", **beside)
 
 
 def test_every_built_row_is_covered_above() -> None:
@@ -252,6 +282,15 @@ BAD = [
     ("speculative_decoding_mode", "suffix:", "none, prompt-lookup, suffix, mtp or eagle3"),
     ("speculative_decoding_mode", "suffix:65", "none, prompt-lookup, suffix, mtp or eagle3"),
     ("speculative_decoding_mode", "mtp:65", "none, prompt-lookup, suffix, mtp or eagle3"),
+    ("eagle_choices", "{0}, {1}", "{0}, {0, 0}, {0, 0, 0} and so on, up to 64, as drafts here are chains"),
+    ("eagle_choices", "{0, 0, 0}, {0, 1}", "{0}, {0, 0}"),
+    ("eagle_choices", "{0}, {0}", "{0}, {0, 0}"),
+    ("eagle_choices", "{0, 0}", "{0}, {0, 0}"),
+    ("eagle_choices", "3", "{0}, {0, 0}"),
+    ("eagle_choices", "{0}, 0", "{0}, {0, 0}"),
+    ("eagle_choices", "{}", "{0}, {0, 0}"),
+    ("eagle_choices", "{0", "{0}, {0, 0}"),
+    ("eagle_choices", ", ".join(f"{{{', '.join('0' * n)}}}" for n in range(1, 66)), "{0}, {0, 0}"),
     ("lora_adapters", "/adapters/a", "different names, each with = and a folder behind it"),
     ("lora_adapters", "a=/x,=/y", "different names, each with = and a folder behind it"),
     ("lora_adapters", "a=/x,a=/y", "different names, each with = and a folder behind it"),
@@ -389,13 +428,18 @@ def test_parameters_without_effect_load_and_are_logged(spec: ParameterSpec) -> N
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [("medusa_choices", "[[0]]"), ("eagle_choices", "[[0]]"), ("lookahead_window_size", "4")],
+    ("key", "value", "instead"),
+    [
+        ("medusa_choices", "{0}", "Medusa heads are not read; an EAGLE-3 head .* mtp"),
+        ("lookahead_window_size", "4", "speculative_decoding_mode prompt-lookup:K or suffix:K"),
+        ("lookahead_ngram_size", "4", "speculative_decoding_mode prompt-lookup:K or suffix:K"),
+        ("lookahead_verification_set_size", "4", "speculative_decoding_mode prompt-lookup:K or suffix:K"),
+    ],
 )
-def test_the_error_for_another_method_of_drafting_names_what_there_is(key: str, value: str) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"^.*\n  {key}: got .* leave it out.*; .* speculative_decoding_mode"
-    ):
+def test_the_error_for_another_method_of_drafting_names_what_there_is(
+    key: str, value: str, instead: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^.*\n  {key}: got .* leave it out.*; {instead}"):
         make_parameters(**{key: value})
 
 

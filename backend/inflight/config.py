@@ -21,6 +21,7 @@ from inflight.errors import ConfigError
 from inflight.idle_parameters import NO_EFFECT, UNBUILT
 from inflight.parameter_spec import (
     BOOLEAN,
+    CHOICES,
     DATA_TYPES,
     DEVICES,
     ENGINE_ONLY,
@@ -212,6 +213,12 @@ class SchedulingConfig:
     )
     speculative_model_dir: str | None = parameter(
         None, TEXT, "folder of the EAGLE-3 head of speculative_decoding_mode eagle3, which it implies"
+    )
+    eagle_choices: int | None = parameter(
+        None,
+        CHOICES,
+        "draft tree of an EAGLE-3 or MTP head, which must be a chain: the number of choices is K of "
+        "speculative_decoding_mode",
     )
     max_num_requests: int = -1
     sequences_per_iteration: int = SEQUENCES_PER_ITERATION

@@ -98,7 +98,9 @@ NO_EFFECT: tuple[ParameterSpec, ...] = (
     ),
 )
 
-_OTHER_DRAFTS = "tokens are drafted with speculative_decoding_mode, or by a draft model"
+_OTHER_DRAFTS = (
+    "speculative_decoding_mode prompt-lookup:K or suffix:K drafts without a draft model, from earlier tokens"
+)
 
 UNBUILT: tuple[ParameterSpec, ...] = (
     _unbuilt("multimodal_model_path", TEXT, "engine of an image model", roles=_PREPROCESSING),
@@ -113,12 +115,12 @@ UNBUILT: tuple[ParameterSpec, ...] = (
     _unbuilt("lookahead_window_size", integer(0), "lookahead decoding", 0, instead=_OTHER_DRAFTS),
     _unbuilt("lookahead_ngram_size", integer(0), "lookahead decoding", 0, instead=_OTHER_DRAFTS),
     _unbuilt("lookahead_verification_set_size", integer(0), "lookahead decoding", 0, instead=_OTHER_DRAFTS),
-    _unbuilt("medusa_choices", TEXT, "draft tree of Medusa heads", instead=_OTHER_DRAFTS),
     _unbuilt(
-        "eagle_choices",
+        "medusa_choices",
         TEXT,
-        "draft tree of EAGLE heads",
-        instead="an EAGLE-3 head drafts a chain of K tokens with speculative_decoding_mode eagle3:K",
+        "draft tree of Medusa heads",
+        instead="Medusa heads are not read; an EAGLE-3 head (speculative_model_dir) or the checkpoint's own head "
+        "(speculative_decoding_mode mtp) drafts a chain of tokens",
     ),
     _unbuilt("gpu_weights_percent", share(), "weights kept on the GPU", 1.0),
     _unbuilt("enable_context_fmha_fp32_acc", BOOLEAN, "TensorRT engines", False),

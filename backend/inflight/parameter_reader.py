@@ -59,7 +59,7 @@ def read_parameters(model_config: Mapping[str, Any], role: Role) -> Parameters:
     least = 0 if role is Role.ENGINE else 1  # 0 means tensors without a batch dimension, as in llmapi
     if max_batch_size < least:
         problems.append(f"max_batch_size: got {max_batch_size}, expected an integer >= {least}")
-    problems += _take_eagle_head(given)
+    problems += _take_eagle_head(given) or _take_choices(given)
     if problems:
         raise ConfigError(
             f"config.pbtxt of {model_config.get('name', role.value)}:\n  " + "\n  ".join(problems)
@@ -92,6 +92,25 @@ def _take_eagle_head(given: dict[str, Any]) -> list[str]:
             "speculative_decoding_mode: got eagle3, expected speculative_model_dir with the folder of its head"
         ]
     return [f"speculative_model_dir: got {folder!r}, expected speculative_decoding_mode eagle3, got {method}"]
+
+
+def _take_choices(given: dict[str, Any]) -> list[str]:
+    """Make the number of `eagle_choices` the length of drafts; return the problem if there is no head for it."""
+    length, mode = given.get("eagle_choices"), given.get("speculative_decoding_mode")
+    if length is None:
+        return []
+    if mode is None or not mode.has_head:
+        return [
+            f"eagle_choices: got a chain of {length}, expected a head beside it: speculative_model_dir with the "
+            "folder of an EAGLE-3 head, or speculative_decoding_mode mtp"
+        ]
+    if mode.num_tokens not in (length, Speculation.default_length(mode.method)):
+        return [
+            f"eagle_choices: got a chain of {length}, but speculative_decoding_mode is "
+            f"{mode.method}:{mode.num_tokens}: set only one of them"
+        ]
+    given["speculative_decoding_mode"] = Speculation(mode.method, length)
+    return []
 
 
 def _fields(owner: type, given: Mapping[str, Any]) -> dict[str, Any]:

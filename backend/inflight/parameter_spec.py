@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, cast
 
 from inflight.errors import ConfigError
+from inflight.json_values import is_list
 
 FIRST_VERSION = "0.1"
 """The version whose parameters need no `since`."""
@@ -168,10 +169,49 @@ class Speculation:
             return None
         if method not in (cls.PROMPT_LOOKUP, cls.SUFFIX, cls.MTP, cls.EAGLE3):
             raise ValueError(text)
-        # as many as heads are trained to guess
-        default = {cls.MTP: 1, cls.EAGLE3: 3}.get(method, 8)
-        return cls(method, int(number) if colon else default)
+        return cls(method, int(number) if colon else cls.default_length(method))
 
+    @classmethod
+    def default_length(cls, method: str) -> int:
+        """Return K of a method without `:K`; for heads, as many tokens as they are trained to guess."""
+        return {cls.MTP: 1, cls.EAGLE3: 3}.get(method, 8)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether a draft head guesses the tokens."""
+        return self.method in (self.MTP, self.EAGLE3)
+
+
+def chain_length(choices: Sequence[Sequence[int]]) -> int | None:
+    """Return the length of the chain that a draft tree is; None if it is another tree.
+
+    Args:
+        choices: The tree's nodes in any order, as paths from the root: at each step the rank of the guess. In a
+            chain all ranks are 0.
+    """
+    paths = sorted(list(path) for path in choices)
+    is_chain = bool(paths) and paths == [[0] * length for length in range(1, len(paths) + 1)]
+    return len(paths) if is_chain else None
+
+
+def _parse_choices(text: str) -> int:
+    """Return the length of a chain in tensorrtllm_backend's form or in JSON. Raises ValueError."""
+    found: Any = json.loads(f"[{text.replace('{', '[').replace('}', ']')}]")
+    if text.lstrip().startswith(("[[", "{{")):
+        (found,) = found
+    length = None
+    if all(is_list(path) and all(type(rank) is int for rank in path) for path in found):
+        length = chain_length(found)
+    if length is None:
+        raise ValueError(text)
+    return length
+
+
+CHOICES = ParameterKind(
+    f"{{0}}, {{0, 0}}, {{0, 0, 0}} and so on, up to {MAX_DRAFT_TOKENS}, as drafts here are chains and not trees",
+    _parse_choices,
+    lambda value: 1 <= value <= MAX_DRAFT_TOKENS,
+)
 
 SPECULATION = ParameterKind(
     "none, prompt-lookup, suffix, mtp or eagle3; :K behind the last four sets the tokens of a draft, 0 to "

@@ -20,10 +20,10 @@ COSTS = {"guess_cost": 0.1, "entry_cost": 0.04}
 
 @dataclass
 class Drafted:
-    """What a run of equal requests took, in the time that a row of a forward pass takes.
+    """The time and the calls of a draft head for a run of equal requests.
 
     Attributes:
-        time: Of all passes of the first sequence's tokens, with drafts and the head.
+        time: Time of the first sequence's tokens with drafts and the head; 1 is a row of a forward pass.
         num_tokens: Number of the first sequence's tokens after the first one.
         num_calls: Passes in which the head is needed for generated tokens.
         last_call: Number of generated tokens of the first sequence at the last of these passes.

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from dataclasses import replace
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
@@ -14,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from inflight.config import Speculation
+from inflight.core.request.guide import Guide, GuideKind
 from inflight.core.request.request import Request
 from inflight.engine.cpu.layout import MAX_HEAD_DIM
 from inflight.engine.kv_cache import KvCache, block_bytes
@@ -34,6 +38,8 @@ from tests.engine.lora import make_adapter, stored
 from tests.engine.pictures import Picture, make_prompt, request_of
 from tests.engine.ranks import ranks
 from tests.engine.serving import Served, config_of, load, serve
+from tests.guided.factories import load as load_guided
+from tests.guided.factories import make_request as make_guided_request
 from tests.models.eagle_heads import AFTER, EagleHeadFolder, make_random_head, make_right_head, weaken
 from tests.models.zoo import Zoo, ZooModel, make_model
 from tests.tiers import with_all
@@ -41,6 +47,12 @@ from tests.tiers import with_all
 CASES = ("llama-gqa", "qwen3.5", "deepseek-v3", "qwen3", "gpt-oss")
 
 
+GUIDES = (
+    Guide(GuideKind.REGEX, "([a-d]{2,4} ){3,6}end"),
+    Guide(GuideKind.REGEX, "[^0]*"),
+    Guide(GuideKind.JSON_SCHEMA, '{"type": "array", "items": {"type": "integer"}, "minItems": 2}'),
+    None,
+)
 NUM_ADDED = {"qwen3-vl": 2}
 READ_LAYERS = "eagle_aux_hidden_state_layer_ids"
 ROOT = Path(__file__).parents[2]
@@ -97,7 +109,15 @@ def test_guesses_follow_the_published_formulas(
             "eagle_config": {
                 "eagle_aux_hidden_state_layer_ids": [each - 1 for each in AFTER],
                 "use_aux_hidden_state": True,
+                "use_input_layernorm_in_first_layer": True,
+                "use_last_layernorm": True,
+                "use_mtp_layernorm": False,
+                "next_layer_regular": True,
+                "parallel_draft_step": 1,
+                "parallel_draft_heads_num_layers": None,
             },
+            "fc_norm": False,
+            "norm_before_residual": False,
         },
     ],
     ids=lambda changes: next(iter(changes)),
@@ -241,6 +261,31 @@ def test_requests_of_all_kinds_have_the_same_results_with_and_without_guesses(
         assert served.result(0).perf_metrics.num_accepted_draft_tokens > 3
 
 
+def test_guided_requests_have_drafts_and_the_same_tokens(right: tuple[ZooModel, EagleHeadFolder]) -> None:
+    """The masks of a draft's rows follow the guesses, of which a guide may allow none."""
+    model, head = right
+    requests = [
+        make_guided_request(
+            10 * number + place, model.prompt(7, place), guide, 40, sampling=sampling, output=METRICS
+        )
+        for number, sampling in enumerate(({"top_p": 0.0}, {}))
+        for place, guide in enumerate(GUIDES)
+    ]
+    plain = serve(load_guided(model.folder, kernels="torch"), config_of("no-evict"), requests)
+    engine = load_guided(model.folder, 60, 6, eagle_dir=str(head.folder))
+    engine.limits = replace(engine.limits, guess_cost=0.0)
+    for way in ("no-evict", "utilization-chunked-no-reuse"):
+        served = serve(engine, with_head(way, 3), requests)
+        counts = [0, 0]
+        for request in requests:
+            assert served.tokens(request) == plain.tokens(request)
+            if request.guide is not None:
+                metrics = served.result(request).perf_metrics
+                counts[0] += metrics.num_accepted_draft_tokens
+                counts[1] += metrics.num_draft_tokens - metrics.num_accepted_draft_tokens
+        assert counts[0] > 5 and counts[1] > 20
+
+
 @pytest.mark.parametrize("has_embedding", [False, True])
 @pytest.mark.parametrize("case", ["qwen3-vl", "gemma3-vision"])
 def test_guesses_after_pictures_change_no_token(
@@ -347,7 +392,15 @@ def test_engines_without_draft_heads_refuse_them(
         ),
         ({"eagle_aux_hidden_state_layer_ids": [1]}, r"is \[1\], expected three numbers of layers"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state' is False, expected true"),
-        ({"fc_norm": True}, "'fc_norm' is True, expected no such key"),
+        ({"fc_norm": True}, "'fc_norm' is True, expected false: heads of this form are not read"),
+        (
+            {"norm_before_residual": True},
+            "'norm_before_residual' is True, expected false: heads of this form",
+        ),
+        ({"eagle_config": {"use_last_layernorm": False}}, "use_last_layernorm' is False, expected true"),
+        ({"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm' is True, expected false"),
+        ({"eagle_config": {"parallel_draft_step": 4}}, "parallel_draft_step' is 4, expected 1"),
+        ({"eagle_config": {"has_gate": False}}, "'eagle_config.has_gate' is False, expected no such key"),
         (
             {"intermediate_size": 41},
             r"has shape \[40, 64\], expected \[41, 64\] from config.json of the head",
@@ -401,11 +454,46 @@ def test_a_head_that_does_not_fit_is_refused_by_its_tensors(
 def test_a_folder_without_weights_is_refused(zoo: Zoo, tmp_path: Path) -> None:
     model = zoo["llama-gqa"]
     make_random_head(tmp_path, model)
-    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(
-        ConfigError, match=r"has config\.json, pytorch_model\.bin, expected model\.safetensors"
-    ):
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"has config\.json, expected model\.safetensors$"):
         load(model.folder, 20, eagle_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize("size", [0, 40, 300])
+def test_a_file_that_was_cut_is_refused(zoo: Zoo, tmp_path: Path, size: int) -> None:
+    model = zoo["llama-gqa"]
+    path = make_random_head(tmp_path, model).folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ConfigError, match="has no tensors, or is not a whole file of safetensors"):
+        load(model.folder, 20, eagle_dir=str(tmp_path))
+
+
+def test_the_error_for_a_pickled_head_says_how_to_convert_it(zoo: Zoo, tmp_path: Path) -> None:
+    model = zoo["llama-gqa"]
+    head = make_random_head(tmp_path, model)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(head.tensors, tmp_path / "pytorch_model.bin")
+    with pytest.raises(
+        ConfigError, match=r"has config\.json, pytorch_model\.bin, expected model\.safetensors\. Files"
+    ) as raised:
+        load(model.folder, 20, eagle_dir=str(tmp_path))
+    (program,) = re.findall('python -c "([^"]*)"$', str(raised.value))
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
+    engine = load(model.folder, 20, eagle_dir=str(tmp_path))
+    assert torch.equal(engine.runner._draft_head._weights.token_ids, torch.arange(70) + head.tensors["d2t"])
+
+
+def test_no_numbers_of_layers_mean_the_usual_ones(zoo: Zoo, tmp_path: Path) -> None:
+    """ModelOpt writes an empty list."""
+    model = make_model(tmp_path / "model", "llama-gqa", changes={"num_hidden_layers": 7})
+    head = make_random_head(
+        tmp_path / "head",
+        model,
+        eagle_aux_hidden_state_layer_ids=None,
+        eagle_config={"eagle_aux_hidden_state_layer_ids": [], "use_aux_hidden_state": True},
+    )
+    described = with_eagle_head(read_model_description(model.folder), str(head.folder))
+    assert described.decoder.eagle.read_layers == (2, 3, 4)
 
 
 def test_a_model_of_few_layers_needs_the_numbers_of_layers(zoo: Zoo, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 import inflight.executor as trtllm
 from inflight.additional_outputs import OfferedOutput, WantedOutput
 from inflight.build import check_parameters
-from inflight.config import CapacityPolicy, ChunkingPolicy, Parameters
+from inflight.config import CapacityPolicy, ChunkingPolicy, Parameters, SchedulingConfig, Speculation
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
 from inflight.core.request import sampling_config
@@ -30,7 +30,7 @@ from inflight.executor.convert import (
     to_host_array,
     to_lora_request,
 )
-from inflight.executor.fields import FIELDS, Treatment
+from inflight.executor.fields import FIELDS, FieldChecker, Treatment
 from inflight.executor.parameters import DEFAULT_MAX_BATCH_SIZE, to_parameters
 
 VOCABULARY = 10
@@ -477,6 +477,43 @@ def test_the_guided_decoding_backend_is_set() -> None:
     assert parameters(guided_decoding_config=trtllm.GuidedDecodingConfig(Backend.XGRAMMAR)) == replace(
         parameters(), guided_decoding_backend="xgrammar"
     )
+
+
+EAGLE3 = Speculation(Speculation.EAGLE3, 3)
+
+
+@pytest.mark.parametrize(
+    ("choices", "base", "expected"),
+    [
+        ([[0, 0], [0]], None, Speculation(Speculation.MTP, 2)),
+        ([[0]], Speculation(Speculation.MTP, 4), Speculation(Speculation.MTP, 1)),
+        ([[0], [0, 0]], EAGLE3, Speculation(Speculation.EAGLE3, 2)),
+        (None, EAGLE3, EAGLE3),
+        (None, None, Speculation(Speculation.MTP, 1)),
+        (None, Speculation(Speculation.SUFFIX), Speculation(Speculation.MTP, 1)),
+    ],
+)
+def test_a_chain_of_eagle_choices_is_the_length_of_drafts_by_a_head(
+    choices: list[list[int]] | None, base: Speculation | None, expected: Speculation
+) -> None:
+    decoding = trtllm.DecodingConfig(trtllm.DecodingMode.Eagle(), None, None, trtllm.EagleConfig(choices))
+    config = trtllm.ExecutorConfig(decoding_config=decoding)
+    FieldChecker().check(config)
+    parameters = Parameters(scheduler=SchedulingConfig(speculative_decoding_mode=base))
+    made = to_parameters(config, "/checkpoint", parameters)
+    assert made.scheduler.speculative_decoding_mode == expected
+    assert made.engine.has_draft_head == (expected.method == Speculation.MTP)
+    unchanged = to_parameters(trtllm.ExecutorConfig(), "/checkpoint", parameters)
+    assert unchanged.scheduler.speculative_decoding_mode == base
+
+
+@pytest.mark.parametrize(
+    "choices", [[[0], [1]], [[0, 0, 0], [0, 1]], [[0, 0]], [], [[]], [[0] * n for n in range(1, 66)]]
+)
+def test_a_tree_of_eagle_choices_is_refused(choices: list[list[int]]) -> None:
+    decoding = trtllm.DecodingConfig(trtllm.DecodingMode.Eagle(), None, None, trtllm.EagleConfig(choices))
+    with pytest.raises(trtllm.NotSupported, match=r"^EagleConfig\.eagle_choices .* expected a chain"):
+        parameters(decoding_config=decoding)
 
 
 def test_additional_outputs_and_debug_tensors_are_converted() -> None:

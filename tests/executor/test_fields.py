@@ -26,7 +26,6 @@ WITHOUT_NOTES = {
     trtllm.MultimodalInput: "as a whole it is refused",
     trtllm.MropeConfig: "as a whole it is refused",
     trtllm.LookaheadDecodingConfig: "as a whole it is refused",
-    trtllm.EagleConfig: "as a whole it is refused",
     trtllm.ContextPhaseParams: "as a whole it is refused",
 }
 
@@ -133,8 +132,15 @@ def test_a_refused_field_of_a_request_is_an_error_with_the_reason(name: str) -> 
 
 
 OrchestratorConfig, KvCacheConfig = trtllm.OrchestratorConfig, trtllm.KvCacheConfig
-MEDUSA, EAGLE = trtllm.DecodingConfig(), trtllm.DecodingConfig()
-MEDUSA.medusa_choices, EAGLE.eagle_config = [[0]], trtllm.EagleConfig()
+MEDUSA, LOOKAHEAD = trtllm.DecodingConfig(), trtllm.DecodingConfig()
+MEDUSA.medusa_choices = [[0]]
+LOOKAHEAD.lookahead_decoding_config = trtllm.LookaheadDecodingConfig(4, 3, 4)
+
+
+def with_eagle(**fields: Any) -> trtllm.ExecutorConfig:
+    decoding = trtllm.DecodingConfig()
+    decoding.eagle_config = trtllm.EagleConfig(**fields)
+    return trtllm.ExecutorConfig(decoding_config=decoding)
 
 
 def with_orchestrator(**fields: Any) -> trtllm.ExecutorConfig:
@@ -177,6 +183,10 @@ NESTED: dict[str, trtllm.Request | trtllm.ExecutorConfig] = {
     "DecodingConfig.decoding_mode": trtllm.ExecutorConfig(
         decoding_config=trtllm.DecodingConfig(trtllm.DecodingMode.ExplicitDraftTokens())
     ),
+    "EagleConfig.greedy_sampling": with_eagle(greedy_sampling=False),
+    "EagleConfig.posterior_threshold": with_eagle(posterior_threshold=0.5),
+    "EagleConfig.use_dynamic_tree": with_eagle(use_dynamic_tree=True),
+    "EagleConfig.dynamic_tree_max_topK": with_eagle(dynamic_tree_max_topK=4),
     "SpeculativeDecodingConfig.fast_logits": trtllm.ExecutorConfig(
         spec_dec_config=trtllm.SpeculativeDecodingConfig(True)
     ),
@@ -191,7 +201,7 @@ NESTED: dict[str, trtllm.Request | trtllm.ExecutorConfig] = {
     ),
 }
 # Setting one of these also sets the mode, which is refused first.
-BEHIND_THE_MODE = {"lookahead_decoding_config", "medusa_choices", "eagle_config"}
+BEHIND_THE_MODE = {"lookahead_decoding_config", "medusa_choices"}
 
 
 def test_every_other_refused_field_is_tested_here() -> None:
@@ -209,10 +219,18 @@ def test_a_refused_field_within_a_part_is_an_error_with_its_path(place: str) -> 
         check(NESTED[place])
 
 
-@pytest.mark.parametrize("config", [MEDUSA, EAGLE], ids=["Medusa", "EAGLE"])
+@pytest.mark.parametrize("config", [MEDUSA, LOOKAHEAD], ids=["Medusa", "lookahead"])
 def test_unimplemented_drafting_methods_are_refused(config: trtllm.DecodingConfig) -> None:
-    with pytest.raises(trtllm.NotSupported, match="external_draft_tokens_config"):
+    with pytest.raises(
+        trtllm.NotSupported, match=r"^DecodingConfig\.decoding_mode is not supported: .* EAGLE-3"
+    ):
         check(trtllm.ExecutorConfig(decoding_config=config))
+
+
+def test_heads_that_draft_a_chain_are_accepted(caplog: pytest.LogCaptureFixture) -> None:
+    check(with_eagle())
+    check(with_eagle(eagle_choices=[[0], [0, 0]], greedy_sampling=True))
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize("name", ["Auto", "TopK", "TopP", "TopKTopP", "BeamSearch"])

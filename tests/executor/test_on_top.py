@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import inflight.executor as trtllm
 from inflight.config import EngineConfig, Parameters
 from tests.executor.conftest import PROMPT, make_config, make_executor, responses_of, results_of
+from tests.models.draft_heads import make_drafting_model
 
 NUM_TOKENS = 6
 DEMO = Path(__file__).parents[2] / "model_repository" / "tensorrt_llm" / "1" / "demo_model"
@@ -241,3 +242,16 @@ def test_debug_tensors_are_written_to_files(checkpoint: Path, tmp_path: Path) ->
         assert executor.get_latest_debug_tensors() == []
     found = sorted(int(np.load(path).item()) for path in tmp_path.glob("PP_1/TP_1/*/sequence_length.npy"))
     assert found == list(range(len(PROMPT), len(PROMPT) + NUM_TOKENS))
+
+
+def test_a_chain_of_eagle_choices_drafts_with_the_checkpoints_head(tmp_path: Path) -> None:
+    model = make_drafting_model(tmp_path, "qwen3.5", agrees=True)
+    prompt, decoding = model.prompt(9), trtllm.DecodingConfig()
+    decoding.eagle_config = trtllm.EagleConfig([[0, 0], [0]])
+    config = make_config(decoding_config=decoding)
+    output = trtllm.OutputConfig(exclude_input_from_output=True, return_perf_metrics=True)
+    base = Parameters(engine=EngineConfig(dtype="float32"))
+    with trtllm.Executor(model.folder, trtllm.ModelType.DECODER_ONLY, config, parameters=base) as executor:
+        (result,) = results_of(executor, trtllm.Request(list(prompt), 20, output_config=output))
+    assert result.output_token_ids == [model.greedy(prompt, 20)]
+    assert result.request_perf_metrics.speculative_decoding.total_accepted_draft_tokens > 3

@@ -32,6 +32,7 @@ from inflight.executor.config import (
 from inflight.executor.enums import DecodingMode, KvCacheTransferMode, ModelType, RequestType
 from inflight.executor.errors import NotSupported
 from inflight.executor.request import (
+    EagleConfig,
     ExternalDraftTokensConfig,
     KvCacheRetentionConfig,
     LoraConfig,
@@ -101,9 +102,16 @@ _NO_ENCODER = "no model here has an encoder"
 _NO_IMAGES = "the Executor takes no pictures; a prompt brings their embeddings in prompt_tuning_config"
 
 _ONE_SERVER = "context and generation are computed in one place; nothing is handed over to another server"
-_OWN_DRAFTS = (
-    "drafts come with a request (external_draft_tokens_config); this method of drafting is not implemented"
+_NO_LOOKAHEAD = (
+    "lookahead decoding is not implemented; drafts come with a request (external_draft_tokens_config), or from "
+    "earlier tokens by speculative_decoding_mode of the argument `parameters`"
 )
+_NO_MEDUSA = (
+    "Medusa heads are not read; drafts come with a request (external_draft_tokens_config), or from the "
+    "checkpoint's own head (eagle_config)"
+)
+_NO_THRESHOLDS = "a draft token is accepted if it is the model's own, so that no token changes"
+_NO_TREES = "drafts are chains and not trees"
 _NO_TUNER = "batch size and tokens of an iteration are not tuned while the engine runs"
 _TENSORRT = "it is a switch of TensorRT's kernels"
 _ALWAYS_COPIED = "a block of which only the beginning matches is always found, and copied"
@@ -143,7 +151,7 @@ _REQUEST = _of(
     multimodal_embedding=_refused(_NO_IMAGES),
     mrope_config=_works("rotary positions of the prompt, for models with multimodal rotary embedding"),
     lora_config=_works("the adapter's first request needs weights; later ones only its task_id"),
-    lookahead_config=_refused(_OWN_DRAFTS),
+    lookahead_config=_refused(_NO_LOOKAHEAD),
     kv_cache_retention_config=_works("by priority, then by last use"),
     logits_post_processor_name=_works("a name of LogitsPostProcessorConfig.processor_map, or `batched`"),
     logits_post_processor=_works("for this request only; not with several ranks"),
@@ -157,7 +165,7 @@ _REQUEST = _of(
     encoder_output_length=_refused(_NO_ENCODER),
     cross_attention_mask=_refused(_NO_ENCODER),
     num_return_sequences=_works("used if SamplingConfig has none"),
-    eagle_config=_refused(_OWN_DRAFTS),
+    eagle_config=_refused("all requests have the drafts of DecodingConfig.eagle_config"),
     skip_cross_attn_blocks=_refused(_NO_ENCODER),
     guided_decoding_params=_works(
         "not with beams; without GuidedDecodingConfig, the checkpoint's tokenizer is used"
@@ -345,12 +353,27 @@ _PARTS_OF_CONFIGURATION = [
     *_of(
         DecodingConfig,
         decoding_mode=_refused(
-            "each request sets its own sampling; drafts come only from external_draft_tokens_config",
+            "each request sets its own sampling; drafts come from EAGLE-3 and MTP heads (Eagle), from "
+            "speculative_decoding_mode of the argument `parameters`, or with a request "
+            "(external_draft_tokens_config)",
             *_SAMPLES,
+            DecodingMode.Eagle(),
         ),
-        lookahead_decoding_config=_refused(_OWN_DRAFTS),
-        medusa_choices=_refused(_OWN_DRAFTS),
-        eagle_config=_refused(_OWN_DRAFTS),
+        lookahead_decoding_config=_refused(_NO_LOOKAHEAD),
+        medusa_choices=_refused(_NO_MEDUSA),
+        eagle_config=_works(
+            "drafts by the EAGLE-3 head of `parameters`, or by the checkpoint's own head (MTP); see EagleConfig"
+        ),
+    ),
+    *_of(
+        EagleConfig,
+        eagle_choices=_works(
+            "a chain, [[0], [0, 0], [0, 0, 0]] in any order, is a draft of up to three tokens; trees are refused"
+        ),
+        greedy_sampling=_refused(_NO_THRESHOLDS, True),
+        posterior_threshold=_refused(_NO_THRESHOLDS),
+        use_dynamic_tree=_refused(_NO_TREES),
+        dynamic_tree_max_topK=_refused(_NO_TREES),
     ),
     *_of(
         LogitsPostProcessorConfig,

@@ -10,12 +10,25 @@ from dataclasses import replace
 from typing import Any
 
 from inflight.additional_outputs import are_distinct
-from inflight.config import DEBUG_INPUTS, DEBUG_OUTPUTS, CapacityPolicy, ChunkingPolicy, Parameters
+from inflight.config import (
+    DEBUG_INPUTS,
+    DEBUG_OUTPUTS,
+    CapacityPolicy,
+    ChunkingPolicy,
+    Parameters,
+    Speculation,
+)
 from inflight.engine_folder import is_engine_folder, num_slots
 from inflight.executor.config import DebugConfig, ExecutorConfig, KvCacheConfig, PeftCacheConfig
 from inflight.executor.convert import wanted_outputs
-from inflight.executor.enums import BatchingType, CapacitySchedulerPolicy, CommunicationMode
-from inflight.executor.errors import InvalidValue
+from inflight.executor.enums import (
+    BatchingType,
+    CapacitySchedulerPolicy,
+    CommunicationMode,
+    DecodingMode,
+)
+from inflight.executor.errors import InvalidValue, NotSupported
+from inflight.parameter_spec import MAX_DRAFT_TOKENS, chain_length
 
 DEFAULT_MAX_BATCH_SIZE = 64
 """Number of sequences that run at once if the configuration has room for them and names no other number."""
@@ -40,19 +53,25 @@ def to_parameters(config: ExecutorConfig, model_path: str, base: Parameters | No
 
     Raises:
         InvalidValue: The configuration names a tensor that does not exist.
+        NotSupported: The configuration has a draft tree that is not a chain.
     """
     base = base or Parameters()
     policy = _policy(config)
     num_sequences = config.max_batch_size or _default_batch_size(config, model_path, base)
     num_tokens = config.max_num_tokens or max(base.scheduler.max_num_tokens, num_sequences)
     peft, guides = config.peft_cache_config, config.guided_decoding_config
+    speculation = _find_speculation(config, base.scheduler.speculative_decoding_mode)
     return replace(
         base,
         gpt_model_type="V1" if policy is CapacityPolicy.STATIC_BATCH else base.gpt_model_type,
         iter_stats_max_iterations=config.iter_stats_max_iterations,
         request_stats_max_iterations=config.request_stats_max_iterations,
         scheduler=replace(
-            base.scheduler, policy=policy, max_num_tokens=num_tokens, **_scheduler_fields(config)
+            base.scheduler,
+            policy=policy,
+            max_num_tokens=num_tokens,
+            speculative_decoding_mode=speculation,
+            **_scheduler_fields(config),
         ),
         engine=replace(
             base.engine,
@@ -60,6 +79,7 @@ def to_parameters(config: ExecutorConfig, model_path: str, base: Parameters | No
             normalize_log_probs=config.normalize_log_probs,
             max_num_sequences=num_sequences,
             max_num_tokens=num_tokens,
+            has_draft_head=speculation is not None and speculation.method == Speculation.MTP,
             **_cache_fields(config.kv_cache_config),
             **_non_default_fields(peft, _PEFT_FIELDS_OF_ENGINE),
             **_model_outputs(config),
@@ -77,6 +97,24 @@ def _policy(config: ExecutorConfig) -> CapacityPolicy:
     if config.batching_type is BatchingType.STATIC:
         return CapacityPolicy.STATIC_BATCH
     return _POLICIES[config.scheduler_config.capacity_scheduler_policy]
+
+
+def _find_speculation(config: ExecutorConfig, base: Speculation | None) -> Speculation | None:
+    """Return how tokens are drafted: as in the parameters, or by a head if the mode is Eagle."""
+    decoding = config.decoding_config
+    if decoding is None or decoding.decoding_mode != DecodingMode.Eagle():
+        return base
+    method = base.method if base is not None and base.has_head else Speculation.MTP
+    choices = None if decoding.eagle_config is None else decoding.eagle_config.eagle_choices
+    if choices is None:
+        return base if base is not None and base.has_head else Speculation.parse(method)
+    length = chain_length(choices)
+    if length is None or length > MAX_DRAFT_TOKENS:
+        raise NotSupported(
+            f"EagleConfig.eagle_choices {choices} is not supported: expected a chain, which is [[0], [0, 0], "
+            f"[0, 0, 0]] for drafts of three tokens, of at most {MAX_DRAFT_TOKENS}"
+        )
+    return Speculation(method, length)
 
 
 def _scheduler_fields(config: ExecutorConfig) -> dict[str, Any]:

@@ -12,6 +12,7 @@ References: vLLM `llama_eagle3.py`, SGLang `llama_eagle3.py`, SpecForge `specfor
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -36,7 +37,30 @@ EMBEDDING, EMBEDDING_NORM, FUSION, HIDDEN_NORM, TARGETS = (
 _ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 _READ_LAYERS = "eagle_aux_hidden_state_layer_ids"
 _OWN_KEYS = ("draft_vocab_size", "eagle_config", "target_hidden_size", "target_model_type", _READ_LAYERS)
+_OTHER_FORMS = ("additional_fc", "fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
+"""Keys of heads that compute something else if they are true."""
+
+_SECTION: Mapping[str, tuple[Any, ...]] = {
+    "next_layer_regular": (True,),
+    "parallel_draft_heads_num_layers": (None, 0, 1),
+    "parallel_draft_step": (None, 1),
+    "use_aux_hidden_state": (True,),
+    "use_input_layernorm_in_first_layer": (True,),
+    "use_last_layernorm": (True,),
+    "use_mtp_layernorm": (None, False),
+}
+"""Keys of `eagle_config` beside the numbers of layers, as ModelOpt and SpecForge write them, and their values in
+this layout."""
+
 _NOT_READ = ("t2d",)
+_PICKLED = "pytorch_model.bin"
+_CONVERT = (
+    "import torch; from safetensors.torch import save_file; "
+    f"save_file({{k: v.contiguous() for k, v in torch.load('{_PICKLED}', weights_only=True).items()}}, "
+    "'model.safetensors')"
+)
+"""A program that converts the file without running code in it."""
+
 _EXPECTED = "expected an EAGLE-3 head as SpecForge and SafeAILab publish it"
 
 
@@ -89,7 +113,10 @@ def _read_layer(config: ConfigFile) -> ModelDescription:
         )
     if config.positive_int("num_hidden_layers") != 1:
         raise config.error("num_hidden_layers", "1, as EAGLE-3 heads have")
-    without_own = dict.fromkeys(_OWN_KEYS)
+    for key in _OTHER_FORMS:
+        if config.boolean(key, False):
+            raise config.error(key, "false: heads of this form are not read")
+    without_own = dict.fromkeys((*_OWN_KEYS, *_OTHER_FORMS))
     layer = describe(
         config.with_values({**without_own, "architectures": ["LlamaForCausalLM"], "model_type": "llama"})
     )
@@ -104,11 +131,9 @@ def _find_read_layers(config: ConfigFile, num_layers: int) -> tuple[int, ...]:
     At the top of config.json, the numbers are vLLM's, which count layers as here. In `eagle_config` they are
     SGLang's and SpecForge's, where i means the output of layer i, the first of which is 0.
     """
-    section = config.child("eagle_config") if config.has("eagle_config") else None
-    if section is not None and not section.boolean("use_aux_hidden_state", True):
-        raise section.error("use_aux_hidden_state", "true, as EAGLE-3 heads have")
+    section = _read_section(config)
     where, added = config, 0
-    if not config.has(_READ_LAYERS) and section is not None and section.has(_READ_LAYERS):
+    if not config.has(_READ_LAYERS) and section is not None and section.values.get(_READ_LAYERS):
         where, added = section, 1
     expected = f"three numbers of layers of the model, which has {num_layers}"
     given: Any = where.value(_READ_LAYERS)
@@ -123,15 +148,42 @@ def _find_read_layers(config: ConfigFile, num_layers: int) -> tuple[int, ...]:
     return layers
 
 
+def _read_section(config: ConfigFile) -> ConfigFile | None:
+    """Return `eagle_config`; None without it. Raises ConfigError for a key that makes another head of it."""
+    if not config.has("eagle_config"):
+        return None
+    section = config.child("eagle_config")
+    for key, value in section.values.items():
+        if key == _READ_LAYERS:
+            continue
+        if key not in _SECTION:
+            raise section.error(key, "no such key: its effect is unknown (if it has none, remove it)")
+        if not any(type(value) is type(known) and value == known for known in _SECTION[key]):
+            expected = json.dumps(_SECTION[key][-1])
+            raise section.error(key, f"{expected}, as EAGLE-3 heads have")
+    return section
+
+
 def _check_tensors(head: ModelDescription, vocab_size: int) -> None:
     """Raise ConfigError unless the folder has the head's tensors in their shapes, and no others."""
     files = sorted(head.folder.glob("*.safetensors"))
     if not files:
-        found = ", ".join(sorted(path.name for path in head.folder.iterdir())) or "nothing"
-        raise ConfigError(f"{head.folder}: speculative_model_dir has {found}, expected model.safetensors")
+        names = sorted(path.name for path in head.folder.iterdir())
+        found, advice = ", ".join(names) or "nothing", ""
+        if _PICKLED in names:
+            advice = (
+                f". Files of Python's pickle format can run any code and are not read; convert it where you trust "
+                f'its source, in that folder: python -c "{_CONVERT}"'
+            )
+        raise ConfigError(
+            f"{head.folder}: speculative_model_dir has {found}, expected model.safetensors{advice}"
+        )
     stored: dict[str, StoredTensor] = {}
     for file in files:
-        stored |= stored_tensors(file)
+        found = stored_tensors(file)
+        if not found:
+            raise ConfigError(f"{file} has no tensors, or is not a whole file of safetensors")
+        stored |= found
     shapes = {name: tensor.shape for name, tensor in stored.items()}
     hidden, expected = head.decoder.hidden_size, _shapes(head.decoder, vocab_size, shapes)
     if shapes.get(f"{FUSION}.weight") == (hidden, 2 * hidden):

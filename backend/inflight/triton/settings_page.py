@@ -41,7 +41,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         *("max_batch_size", "max_num_tokens", "gpt_model_type", "batch_scheduler_policy"),
         *("enable_chunked_context", "context_chunking_policy", "schedule_policy", "max_queue_size"),
         *("max_beam_width", "max_sequences_per_request", "speculative_decoding_mode"),
-        "speculative_model_dir",
+        *("speculative_model_dir", "eagle_choices"),
     ),
     "KV cache": (
         *("kv_cache_free_gpu_mem_fraction", "kv_cache_free_cpu_mem_fraction", "max_tokens_in_paged_kv_cache"),

@@ -72,7 +72,7 @@ class Drafters:
         if not most:
             return None
         method = Speculation.PROMPT_LOOKUP if self._speculation is None else self._speculation.method
-        if method in (Speculation.MTP, Speculation.EAGLE3):
+        if self._speculation is not None and self._speculation.has_head:
             return HeadDrafts(most)
         if method == Speculation.PROMPT_LOOKUP:
             return PromptLookup(tokens, most)

@@ -131,7 +131,7 @@ class BatchBuilder:
         generation_slots = self._generation_slots
         for llm_request in sequences:
             position = llm_request.num_computed_tokens + llm_request.num_scheduled_tokens
-            if self._entry_cost and self._is_read_by_head(llm_request, position):
+            if self._is_read_by_head(llm_request, position):
                 self._head_slots += llm_request.slots
             if llm_request.beams is not None:
                 self._add_beams(llm_request, llm_request.beams, position + 1)
@@ -168,6 +168,8 @@ class BatchBuilder:
             if drafter.end is None:
                 return True
             end = drafter.end
+        elif not self._entry_cost:  # there is no head
+            return False
         return position < max(end, round_up(llm_request.context_length, size))
 
     def _save_state(self, llm_request: LlmRequest, num_tokens: int) -> None:
