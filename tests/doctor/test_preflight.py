@@ -129,6 +129,8 @@ def test_a_folder_without_an_adapter(tmp_path: Path) -> None:
         ("receipt_key_file", "{missing}", "there is no such file"),
         ("logits_post_processor_module", "{missing}/rules.py", "there is no such file"),
         ("record_path", "{missing}/trace", "its folder {missing} does not exist"),
+        ("engine_endpoint", "{missing}/engine.sock", "its folder {missing} does not exist"),
+        ("engine_endpoint", f"/tmp/{'e' * 103}", "longer than the 107 bytes of a socket's path"),
     ],
 )
 def test_files_and_folders_that_settings_name(key: str, value: str, said: str, tmp_path: Path) -> None:
