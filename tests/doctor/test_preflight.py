@@ -155,6 +155,10 @@ def test_adapters_whose_files_are_damaged(tmp_path: Path) -> None:
         ({"default_end_ids": "99999"}, "default_end_ids has 99999, expected token ids in [0, 3071]"),
         ({"speculative_decoding_mode": "mtp:2"}, "expected a family with a draft head"),
         ({"engine": "transformers", "dtype": "fp8"}, "dtype is fp8, expected float32, bfloat16 or float16"),
+        (
+            {"max_tokens_in_paged_kv_cache": "2047"},
+            "max_tokens_in_paged_kv_cache is 2047, expected at least 2048: one block of 32 tokens",
+        ),
         ({"gpu_device_ids": "0"}, "gpu_device_ids has 0, but this machine has no NVIDIA GPU"),
     ],
 )

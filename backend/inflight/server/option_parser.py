@@ -122,8 +122,8 @@ def _add_address_options(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     for service, default in (("http", 8000), ("grpc", 8001), ("metrics", 8002), ("openai", 9000)):
         explanation = "default: %(default)s; 0: any free one"
-        flags = ("--openai-port", "--port") if service == "openai" else (f"--{service}-port",)
-        add(*flags, type=port, default=default, metavar="PORT", help=explanation)
+        flags = ("--port", "--openai-port") if service == "openai" else (f"--{service}-port",)
+        add(*flags, dest=f"{service}_port", type=port, default=default, metavar="PORT", help=explanation)
     add("--no-openai", action="store_true", help="serve Triton's endpoints only, without /v1")
     add("--no-vision", action="store_true", help="refuse pictures, and load no vision tower")
     add(
