@@ -59,13 +59,16 @@ typedef struct {
   Server* server;
   char model[256];
   int64_t version;
-  char* slot; /* NULL if requests are not recorded */
+  char* slot;      /* NULL if requests are not recorded */
+  char input[128]; /* the last one that was added; "" if none was */
+  int data_type;   /* of this input */
   size_t used;
 } Making;
 
 static _Thread_local Making making;
 static _Thread_local bool output_is_text; /* of the last output that this thread read */
 static _Thread_local bool is_http;        /* this thread reads HTTP connections and makes their requests */
+static _Thread_local bool is_generate;    /* this thread's last HTTP request is one of generate */
 static _Thread_local bool is_post;        /* the last request that this thread read is a POST request */
 static char* slots;
 static int most_nested = MAX_NESTED;
@@ -206,7 +209,7 @@ static bool is_batch(const Request* request) {
 static const char DECOUPLED[] = "doesn't support models with decoupled transaction policy";
 
 /* Triton's own errors about requests, with what it should have said. The front ends make the first ones, with the code
- * INTERNAL for JSON that is wrong. The last one comes from the core, which makes its errors by other functions. */
+ * INTERNAL for JSON that is wrong. Errors of the core are made by other functions (MENDED_OF_CORE). */
 static const struct {
   const char *said, *hint;
 } MENDED[] = {
@@ -219,17 +222,30 @@ static const struct {
     {DECOUPLED,
      "; tensorrt_llm_infer takes the tensors of tensorrt_llm and gives one response"},
 };
-static const char UNEQUAL_BATCHES[] = "batch size does not match other inputs";
-static const char BATCH_HINT[] =
-    "; the first dimension of every input is the batch: [1, n] for the n ids of one prompt, [1, 1] for one number";
+/* What a value of each data type is in JSON. */
+static const char* const EXPECTED[NUM_TYPES] = {
+    "another value",       "true or false",       "integers from 0",     "integers from 0",     "integers from 0",
+    "integers from 0",     "integers",            "integers",            "integers",            "integers",
+    "numbers",             "numbers",             "numbers",             "texts",               "numbers"};
+static const struct {
+  const char *said, *hint;
+} MENDED_OF_CORE[] = {
+    {"batch size does not match other inputs",
+     "; the first dimension of every input is the batch: [1, n] for the n ids of one prompt, [1, 1] for one number"},
+    {"request has 0 inputs", "; expected the inputs of the model"},
+};
 
 const char* TRITONSERVER_ErrorMessage(Error* error) {
   static _Thread_local char text[1024];
   if (real_error_message == NULL) real_error_message = dlsym(RTLD_NEXT, "TRITONSERVER_ErrorMessage");
   const char* said = real_error_message(error);
-  if (real_request_new == NULL || said == NULL || strstr(said, UNEQUAL_BATCHES) == NULL) return said;
-  snprintf(text, sizeof text, "%.700s%s", said, BATCH_HINT);
-  return text;
+  for (size_t each = 0; real_request_new != NULL && said != NULL && each < 2; each++) {
+    const char *mended = MENDED_OF_CORE[each].said, *hint = MENDED_OF_CORE[each].hint;
+    if (strstr(said, mended) == NULL || strstr(said, hint) != NULL) continue; /* a text may come twice */
+    snprintf(text, sizeof text, "%.700s%s", said, hint);
+    return text;
+  }
+  return said;
 }
 
 /* Clients get the text of errors. When the Python backend's shared memory is full, its error has the name of the region.
@@ -241,7 +257,15 @@ Error* TRITONSERVER_ErrorNew(int code, const char* text) {
   if (error_new == NULL) error_new = dlsym(RTLD_NEXT, "TRITONSERVER_ErrorNew");
   for (size_t each = 0; text != NULL && each < sizeof MENDED / sizeof *MENDED; each++) {
     if (strstr(text, MENDED[each].said) == NULL) continue;
-    snprintf(said, sizeof said, "%.700s%s", text, MENDED[each].hint);
+    char field[256] = "";
+    if (strncmp(text, "Unable to parse", 15) == 0 && making.request != NULL && making.input[0] != '\0') {
+      /* infer adds an input before it reads its values, and generate afterwards. */
+      int type = making.data_type >= 0 && making.data_type < NUM_TYPES ? making.data_type : 0;
+      if (is_generate) snprintf(field, sizeof field, "; the faulty value comes after %s in the body", making.input);
+      else snprintf(field, sizeof field, "; %s: expected %s", making.input, EXPECTED[type]);
+    }
+    const char* hint = is_generate || strstr(text, "Shape does not match") == NULL ? MENDED[each].hint : "";
+    snprintf(said, sizeof said, "%.500s%s%s", text, field, hint);
     if (code == INTERNAL) arrival.code = INVALID_ARG;
     if (strstr(text, DECOUPLED) != NULL) end_arrival(); /* no request is made */
     return error_new((int)arrival.code, said);
@@ -292,6 +316,7 @@ static Error* with_code(Error* error) {
 Error* TRITONSERVER_ServerModelTransactionProperties(Server* server, const char* model, int64_t version,
                                                      uint32_t* flags, void** pointer) {
   begin_arrival(model);
+  is_generate = false;
   Error* error = with_code(real_transaction_properties(server, model, version, flags, pointer));
   if (error != NULL) end_arrival();
   return error;
@@ -299,6 +324,7 @@ Error* TRITONSERVER_ServerModelTransactionProperties(Server* server, const char*
 
 /* generate asks for the tensors of its model first. */
 Error* TRITONSERVER_ServerModelMetadata(Server* server, const char* model, int64_t version, void** metadata) {
+  is_generate = true;
   Error* error = with_code(real_model_metadata(server, model, version, metadata));
   if (error != NULL && is_http && is_post) {
     begin_arrival(model);
@@ -316,6 +342,7 @@ Error* TRITONSERVER_InferenceRequestNew(Request** request, Server* server, const
   making.server = server;
   making.version = version;
   making.slot = NULL;
+  making.input[0] = '\0';
   snprintf(making.model, sizeof making.model, "%s", model);
   begin_note(making.model);
   if (error != NULL) {
@@ -361,6 +388,10 @@ Error* TRITONSERVER_InferenceRequestAddInput(Request* request, const char* name,
     note(" ");
     note(name);
     note(described);
+  }
+  if (request == making.request) {
+    snprintf(making.input, sizeof making.input, "%s", name);
+    making.data_type = data_type;
   }
   Error* error = check_shape(request, name, data_type, shape, num_dims, described);
   return error != NULL ? error : with_code(real_add_input(request, name, data_type, shape, num_dims));
