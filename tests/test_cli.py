@@ -66,7 +66,10 @@ def test_a_command_of_another_program_is_answered_with_ours(
     ("given", "said"),
     [
         (["--tool-call-parser", "llama3"], "got 'llama3'; did you mean llama3_json?\n"),
-        (["--dtype", "int4"], "got 'int4'; did you mean int8?\n"),
+        (
+            ["--dtype", "int4"],
+            "got 'int4'; did you mean int8? choose from float32, bfloat16, float16, int8, fp8\n",
+        ),
         (["--log-format", "xml"], "got 'xml'; choose from text, json\n"),
         (["one", "two"], "unrecognized arguments: two (expected one DIR_OR_HF_ID)\n"),
     ],

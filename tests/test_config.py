@@ -276,6 +276,8 @@ BAD = [
     ("kv_events_config", "[]", "a JSON object"),
     ("kv_events_config", '{"port": 5557}', "a JSON object"),
     ("kv_events_config", '{"hwm": 0}', "a JSON object"),
+    ("kv_events_config", '{"endpoint": "localhost:5557"}', "a JSON object"),
+    ("kv_events_config", '{"replay_endpoint": "5558"}', "a JSON object"),
     ("kv_events_config", '{"hwm": true}', "a JSON object"),
     ("kv_events_config", '{"endpoint": null}', "a JSON object"),
     ("kv_events_config", '{"publisher": "nats"}', "a JSON object"),

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from inflight.log_lines import asks_for_json, error_line
 from inflight.version import package_version
 
+_FEW = 8  # choices that an error lists although one of them is near
 _UNRECOGNIZED = "unrecognized arguments: "
 _SCRIPT = re.compile(r"[ /.]")  # before the name of a program: scripts/serve, inflight serve, inflight.openai
 
@@ -78,16 +79,15 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(self._given, namespace)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Refuse a value that is none of the choices, with the nearest ones, or with all if none is near."""
+        """Refuse a value that is none of the choices, with the nearest ones, and all of them if they are few."""
         if action.choices is None or value in action.choices:
             return
         near = equally_near(str(value), map(str, action.choices))
-        hint = (
-            f"did you mean {' or '.join(near)}?"
-            if near
-            else f"choose from {', '.join(map(str, action.choices))}"
-        )
-        raise argparse.ArgumentError(action, f"got {str(value)!r}; {hint}")
+        choices = list(map(str, action.choices))
+        hints = [f"did you mean {' or '.join(near)}?"] if near else []
+        if not near or len(choices) <= _FEW:
+            hints.append(f"choose from {', '.join(choices)}")
+        raise argparse.ArgumentError(action, f"got {str(value)!r}; {' '.join(hints)}")
 
     def error(self, message: str) -> NoReturn:
         """Write the message, with the nearest option, and exit with 2."""

@@ -236,7 +236,6 @@ def start_engine(
     """
     from inflight.batch_manager import GptManager
     from inflight.core.scheduler import Scheduler
-    from inflight.endpoint.local import LocalEngineClient
 
     model = _load_checked(load, parameters, version_dir, rank_context)
     parameters, limits = with_saved_blocks(parameters, model), model.engine.limits
@@ -244,23 +243,8 @@ def start_engine(
     instruments = make_instruments(parameters, limits, return_metrics, on_hang)
     adapters = make_adapters(parameters, model, lambda: manager.notify())
     receipts = make_receipts(parameters, model, lambda: manager.notify())
-    memory = make_model_memory(
-        parameters,
-        model,
-        None if rank_context else lambda same: _load_checked(load, same, version_dir, None),
-        lambda: manager.close_engine(),
-        lambda engine: manager.replace_engine(engine),
-    )
-    client = LocalEngineClient(
-        describe(parameters, model),
-        lambda: manager.notify(),
-        lambda timeout_s: manager.state(timeout_s),  # front ends decide which clients may read the state
-        lambda kind, timeout_s: manager.reports(kind, timeout_s),
-        adapters,
-        receipts,
-        make_tracer(parameters),
-        memory,
-    )
+    load_again = None if rank_context else lambda same: _load_checked(load, same, version_dir, None)
+    client = _local_client(parameters, model, lambda: manager, adapters, receipts, load_again)
     guides = make_guide_compiler(parameters, model, lambda: manager.notify())
     manager = GptManager(
         model.engine,
@@ -279,6 +263,44 @@ def start_engine(
     )
     release = _release_once(model, rank_context)
     return RunningEngine(client, manager, release, guides, adapters, receipts, model.debug_tensors)
+
+
+def _local_client(
+    parameters: Parameters,
+    model: LoadedModel,
+    manager: Callable[[], GptManager],
+    adapters: AdapterCommands | None,
+    receipts: EngineReceipts | None,
+    load_again: Callable[[Parameters], LoadedModel] | None,
+) -> LocalEngineClient:
+    """Return the client by which front ends in this process use the engine.
+
+    Args:
+        parameters: The parameters, with the saved blocks that the model has.
+        model: The loaded model.
+        manager: Returns the loop's manager, which is made after the client, and before the client is used.
+        adapters, receipts: The engine's parts, if it has them.
+        load_again: Loads the model when a sleeping engine wakes up; None: the engine cannot sleep.
+    """
+    from inflight.endpoint.local import LocalEngineClient
+
+    memory = make_model_memory(
+        parameters,
+        model,
+        load_again,
+        lambda: manager().close_engine(),
+        lambda engine: manager().replace_engine(engine),
+    )
+    return LocalEngineClient(
+        describe(parameters, model),
+        lambda: manager().notify(),
+        lambda timeout_s: manager().state(timeout_s),  # front ends decide which clients may read the state
+        lambda kind, timeout_s: manager().reports(kind, timeout_s),
+        adapters,
+        receipts,
+        make_tracer(parameters),
+        memory,
+    )
 
 
 def _counting_iterations(

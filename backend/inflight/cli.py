@@ -22,7 +22,10 @@ COMMANDS = {
     "build": ("inflight.engine.tensorrt.command", "build a TensorRT engine of a checkpoint"),
     "client": ("inflight_client", "ask a running server for text, its state or its adapters"),
     "replay": ("inflight.replay_command", "replay a trace's schedule without the model"),
-    "simulate": ("inflight.testing.simulation.simulate", "search random seeds for a fault of the scheduler"),
+    "simulate": (
+        "inflight.testing.simulation.simulate",
+        "search random seeds for a fault of the scheduler or of a whole simulated server",
+    ),
     "verify": ("inflight.receipts.verify", "re-run a receipt's request, and compare the tokens"),
     "convert-lora": ("inflight.adapters.convert_lora", "convert a PEFT folder to TensorRT-LLM's two files"),
     "make-model": ("inflight.testing.make_model", "write a checkpoint with random weights"),

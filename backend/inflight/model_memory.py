@@ -87,10 +87,11 @@ def _return_memory() -> None:
 
 
 def _collect_all() -> None:
-    """Make a garbage collection that visits exempted objects, too, and exempt them again.
+    """Collect garbage also among the objects that are exempt from collections, and exempt what is left again.
 
     The import of torch leaves garbage that refers to stack frames, and so to the model that was loaded in them.
-    This garbage is exempted from collections (`inflight.processes.without_collection`).
+    `load_model.import_for_good` exempts this garbage together with torch's objects, and
+    `processes.exempt_from_collection` everything that exists once the model is loaded.
     """
     are_exempted = gc.get_freeze_count() > 0
     gc.unfreeze()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -221,6 +222,9 @@ SPECULATION = ParameterKind(
 )
 
 
+_ADDRESS = re.compile(r"(tcp|ipc|inproc|pgm|epgm|ws|wss|udp|vmci)://.")
+
+
 @dataclass(frozen=True, slots=True)
 class KvEventsConfig:
     """How KV cache events are published, with the names and defaults of vLLM's `--kv-events-config`.
@@ -266,14 +270,16 @@ class KvEventsConfig:
             config = cls(**given)
         except TypeError:  # an unknown name
             raise ValueError(text) from None
-        if config.publisher not in ("zmq", "null"):
+        addresses = (config.endpoint, config.replay_endpoint or config.endpoint)
+        if config.publisher not in ("zmq", "null") or not all(map(_ADDRESS.match, addresses)):
             raise ValueError(text)
         return config if config.enable_kv_cache_events and config.publisher == "zmq" else None
 
 
 KV_EVENTS = ParameterKind(
-    "a JSON object, with any of enable_kv_cache_events (true or false), publisher (zmq or null), endpoint, "
-    "replay_endpoint and topic (text), buffer_steps, hwm and max_queue_size (integers >= 1)",
+    "a JSON object, with any of enable_kv_cache_events (true or false), publisher (zmq or null), endpoint and "
+    "replay_endpoint (ZeroMQ addresses such as tcp://*:5557), topic (text), buffer_steps, hwm and max_queue_size "
+    "(integers >= 1)",
     KvEventsConfig.parse,
     lambda value: True,
 )

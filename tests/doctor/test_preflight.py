@@ -129,6 +129,8 @@ def test_a_folder_without_an_adapter(tmp_path: Path) -> None:
         ("receipt_key_file", "{missing}", "there is no such file"),
         ("logits_post_processor_module", "{missing}/rules.py", "there is no such file"),
         ("record_path", "{missing}/trace", "its folder {missing} does not exist"),
+        ("engine_endpoint", "{missing}/engine.sock", "its folder {missing} does not exist"),
+        ("engine_endpoint", f"/tmp/{'e' * 103}", "longer than the 107 bytes of a socket's path"),
     ],
 )
 def test_files_and_folders_that_settings_name(key: str, value: str, said: str, tmp_path: Path) -> None:
@@ -153,6 +155,10 @@ def test_adapters_whose_files_are_damaged(tmp_path: Path) -> None:
         ({"default_end_ids": "99999"}, "default_end_ids has 99999, expected token ids in [0, 3071]"),
         ({"speculative_decoding_mode": "mtp:2"}, "expected a family with a draft head"),
         ({"engine": "transformers", "dtype": "fp8"}, "dtype is fp8, expected float32, bfloat16 or float16"),
+        (
+            {"max_tokens_in_paged_kv_cache": "2047"},
+            "max_tokens_in_paged_kv_cache is 2047, expected at least 2048: one block of 32 tokens",
+        ),
         ({"gpu_device_ids": "0"}, "gpu_device_ids has 0, but this machine has no NVIDIA GPU"),
     ],
 )

@@ -6,8 +6,10 @@ import json
 import re
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from inflight.log_lines import parse_fields
 from tests.commands import Command, command
@@ -54,6 +56,61 @@ def test_every_front_end_logs_one_line_for_a_request(demo_server):
     assert "confidential" not in demo_server.log_text()
     page = httpx.get(f"{demo_server.openai}/metrics").text
     assert 'http_requests_total{handler="/v1/completions",method="POST",status="2xx",code="200"}' in page
+
+
+WRONG_TYPE = {"name": "input_ids", "shape": [1, 2], "datatype": "FP32", "data": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "code"),
+    [
+        ("absent/generate", {"text_input": PROMPT}, "NOT_FOUND"),
+        ("ensemble/versions/7/generate_stream", {"text_input": PROMPT}, "NOT_FOUND"),
+        ("ensemble/generate", {"text_input": PROMPT, "max_tokens": "three"}, "INVALID_ARG"),
+        ("ensemble/generate", [PROMPT], "INVALID_ARG"),
+        ("ensemble/infer", {"inputs": []}, "UNSUPPORTED"),
+        ("absent/infer", {"inputs": []}, "NOT_FOUND"),
+        ("tensorrt_llm_infer/infer", {"inputs": [WRONG_TYPE]}, "INVALID_ARG"),
+    ],
+)
+def test_a_request_that_triton_refuses_over_http_has_a_line(demo_server, path, body, code):
+    def refused() -> list[dict]:
+        found = [parse_fields(line) for line in re.findall(r"access\] (.*)", demo_server.log_text())]
+        return [line for line in found if line["request_id"].startswith("refused-")]
+
+    before = len(refused())
+    assert (
+        httpx.get(f"http://{demo_server.http}/v2/models/absent").status_code == 404
+    )  # GET requests have none
+    assert httpx.post(f"http://{demo_server.http}/v2/models/{path}", json=body).is_error
+    wait_until(lambda: len(refused()) > before)
+    (line,) = refused()[before:]
+    assert (line["front"], line["model"], line["code"]) == ("triton", path.split("/")[0], code)
+    assert (line["finish_reason"], line["output_tokens"]) == ("ERROR", 0) and "first_token_ms" not in line
+    assert "confidential" not in demo_server.log_text()
+
+
+@pytest.mark.parametrize(
+    ("request_id", "shown"),
+    [("4711", "4711"), ('a "b"=\\c\nI1128', "a??b???c?I1128"), ("refused", "refused")],
+)
+@pytest.mark.parametrize("model", ["tensorrt_llm", "tensorrt_llm_infer"])
+def test_a_request_that_triton_refuses_over_grpc_has_a_line_with_its_id(
+    demo_server, request_id, shown, model
+):
+    before = len(access_lines(demo_server, shown))
+    request = service_pb2.ModelInferRequest(model_name=model, id=request_id, raw_input_contents=[bytes(8)])
+    request.inputs.add(name="input_ids", datatype="FP32", shape=[1, 2])
+    with grpc.insecure_channel(demo_server.grpc) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        if model == "tensorrt_llm":
+            assert "FP32" in next(iter(stub.ModelStreamInfer(iter([request])))).error_message
+        else:
+            with pytest.raises(grpc.RpcError, match="FP32"):
+                stub.ModelInfer(request)
+    wait_until(lambda: len(access_lines(demo_server, shown)) > before)
+    (line,) = access_lines(demo_server, shown)[before:]
+    assert (line["model"], line["code"]) == (model, "INVALID_ARG")
 
 
 @pytest.fixture(scope="module")

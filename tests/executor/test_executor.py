@@ -572,3 +572,23 @@ def test_a_small_cache_pauses_requests(checkpoint: Path, reference) -> None:
         [prompt + reference(prompt, 60)] for prompt in prompts
     ]
     assert sum(each.inflight_batching_stats.num_paused_requests for each in stats) > 0
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda executor: executor.enqueue_request("abc"), "expected a Request, got 'abc'"),
+        (
+            lambda executor: executor.await_responses("abc", 1),
+            "the request is 'abc', expected an id or a list",
+        ),
+        (
+            lambda executor: executor.await_responses(["a"], 1),
+            r"the request is \['a'\], expected an id or a list",
+        ),
+        (lambda executor: executor.generate(None), "prompts is None: expected a text, token ids, or a list"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(executor, call, said: str) -> None:
+    with pytest.raises((TypeError, trtllm.InvalidValue), match=said):
+        call(executor)

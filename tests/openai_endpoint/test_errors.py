@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import time
@@ -158,8 +159,28 @@ def test_unknown_keys_of_a_response_format_are_refused(
 
 
 def test_token_ids_outside_the_vocabulary_are_refused(fake_url: str) -> None:
-    answer = httpx.post(f"{fake_url}/detokenize", json={"tokens": [1 << 40]})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tokens"), answer.text
+    for token in (1 << 40, 1 << 20):
+        answer = httpx.post(f"{fake_url}/detokenize", json={"tokens": [1, token]})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tokens"), answer.text
+    assert "got 1048576 at position 1" in answer.json()["error"]["message"]
+
+
+def test_compressed_bodies_are_refused_by_their_header(fake_url: str) -> None:
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    answer = httpx.post(f"{fake_url}/v1/completions", content=gzip.compress(b"{}"), headers=headers)
+    assert answer.status_code == 415
+    assert "Content-Encoding is 'gzip', expected no such header" in answer.json()["error"]["message"]
+    headers["Content-Encoding"] = "identity"
+    assert httpx.post(f"{fake_url}/v1/completions", json=ASKED, headers=headers).status_code == 200
+
+
+def test_an_unknown_model_is_answered_with_those_that_are_there(fake_url: str) -> None:
+    (known,) = httpx.get(f"{fake_url}/v1/models").json()["data"]
+    answer = httpx.get(f"{fake_url}/v1/models/gpt-4")
+    assert (
+        answer.json()["error"]["message"]
+        == f"the model 'gpt-4' does not exist; this server has {known['id']}"
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import contextlib
 import json
 import re
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -233,6 +234,24 @@ def test_malformed_http_is_refused_in_openais_form(address: tuple[str, int], sen
     assert answer.startswith(b"HTTP/1.1 %d " % status), answer[:200]
     assert bodies_of(answer)[0]["error"]["type"] == "invalid_request_error"
     assert re.search(rb"(?m)^x-request-id: [0-9a-f]{32}\r$", answer)
+
+
+def test_a_client_of_https_is_told_in_the_log_and_as_text(
+    address: tuple[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with pytest.raises(ssl.SSLError, match="WRONG_VERSION_NUMBER"), connect(address) as connection:
+        context.wrap_socket(connection)
+    assert "127.0.0.1 sent TLS (https://) to a port of plain HTTP; take http://" in caplog.text
+    answer = talk(address, bytes.fromhex("16030100f8010000f40303") + bytes(240))
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert bodies_of(answer)[0]["error"]["message"].startswith(
+        "got TLS (https://), expected plain HTTP; take"
+    )
+    caplog.clear()
+    talk(address, b"GET / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n\x16\x03")  # not at the beginning
+    assert not caplog.text
 
 
 def test_headers_after_a_body_are_bounded(address: tuple[str, int]) -> None:

@@ -27,6 +27,8 @@ from tests.triton.factories import make_parameters
 
 PROMPT = list(range(200, 280))
 SLEEPS = "the engine sleeps, and takes no requests until it is woken (POST /wake_up)"
+SLOW = {"gpt_model_path": f"vocab={DEMO_VOCABULARY},step_us=20000", "tokenizer_dir": str(DEMO)}
+"""Parameters of a fake engine with 20 ms for a token."""
 
 
 @contextmanager
@@ -107,12 +109,7 @@ def test_what_needs_no_weights_is_served_while_the_engine_sleeps() -> None:
 
 
 def test_requests_in_flight_finish_and_new_ones_are_refused() -> None:
-    values = {
-        "gpt_model_path": f"vocab={DEMO_VOCABULARY},step_us=20000",
-        "tokenizer_dir": str(DEMO),
-        "enable_sleep_mode": "true",
-    }
-    with running(load_fake, **values) as engine, served(engine.client) as url:
+    with running(load_fake, **SLOW) as engine, served(engine.client) as url:
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
             stream = client.completions.create(
                 model="demo", prompt=PROMPT, max_tokens=60, stream=True, extra_body={"ignore_eos": True}
@@ -132,12 +129,7 @@ def test_requests_in_flight_finish_and_new_ones_are_refused() -> None:
 
 
 def test_many_commands_leave_threads_for_other_routes() -> None:
-    values = {
-        "gpt_model_path": f"vocab={DEMO_VOCABULARY},step_us=20000",
-        "tokenizer_dir": str(DEMO),
-        "enable_sleep_mode": "true",
-    }
-    with running(load_fake, **values) as engine, served(engine.client) as url:
+    with running(load_fake, **SLOW) as engine, served(engine.client) as url:
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
             stream = client.completions.create(
                 model="demo", prompt=PROMPT, max_tokens=800, stream=True, extra_body={"ignore_eos": True}

@@ -45,6 +45,36 @@ def test_underscores_and_other_names_of_values_are_understood() -> None:
     assert cli.parse(["--dtype", "auto", "--model-impl", "auto"]).wanted == cli.parse([]).wanted
 
 
+@pytest.mark.parametrize(
+    ("written", "number"),
+    [
+        ("32k", "32000"),
+        ("32K", "32768"),
+        ("25.6k", "25600"),
+        ("1m", "1000000"),
+        ("1M", "1048576"),
+        ("512", "512"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("flag", "key"),
+    [("--max-model-len", "max_sequence_length"), ("--max_num_batched_tokens", "max_num_tokens")],
+)
+def test_sizes_are_written_as_for_vllm(flag: str, key: str, written: str, number: str) -> None:
+    assert cli.parse([flag, written]).wanted.settings == {key: number}
+    assert translate([f"{flag}={written}"]) == ["--set", f"{key}={number}"]
+
+
+@pytest.mark.parametrize("written", ["auto", "-1"])
+def test_the_models_own_length_may_be_asked_for(written: str) -> None:
+    assert cli.parse(["--max-model-len", written]).wanted.settings == {}
+
+
+@pytest.mark.parametrize("written", ["25.6K", "32 k", "k", "32kk", "thirty"])
+def test_what_is_no_size_is_left_for_the_parameters_error(written: str) -> None:
+    assert translate(["--max-model-len", written]) == ["--set", f"max_sequence_length={written}"]
+
+
 def test_values_are_not_changed() -> None:
     given = [
         "--mpirun-arguments",

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from inflight.log_lines import ACCESS_LOG_VARIABLE, parse_fields
 from inflight.server import request_checks
 from inflight.server.installation import Installation
 from inflight.server.request_checks import CannotCompile, are_loaded, compile_checks, last_requests
@@ -42,6 +43,8 @@ char* TRITONSERVER_InferenceRequestNew(void** request, void* server, const char*
   return NULL;
 }
 char* TRITONSERVER_InferenceRequestSetId(void* request, const char* id) { return NULL; }
+char* TRITONSERVER_InferenceRequestDelete(void* request) { return NULL; }
+char* TRITONSERVER_ServerInferAsync(void* server, void* request, void* trace) { return NULL; }
 char* TRITONSERVER_InferenceRequestAddInput(void* request, const char* name, int type, const int64_t* shape,
                                             uint64_t num_dims) { return NULL; }
 char* TRITONSERVER_InferenceResponseOutput(void* response, uint32_t index, const char** name, int* type,
@@ -126,7 +129,7 @@ def run(libraries: str, folder: Path, expression: str) -> object:
     done = subprocess.run(
         [sys.executable, "-c", f"{PROGRAM}\nprint(json.dumps({expression}))"],
         env={**os.environ, "LD_PRELOAD": libraries, "XDG_RUNTIME_DIR": str(folder)},
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
         check=True,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, hard)),
@@ -155,6 +158,20 @@ def run(libraries: str, folder: Path, expression: str) -> object:
 def test_invalid_shapes_are_refused(libraries, tmp_path, shape, kind, says):
     error = run(libraries, tmp_path, f"add(new_request('model'), {shape}, {kind})")
     assert error is None if says is None else error.startswith("3 ids: got") and says in error
+
+
+@pytest.mark.parametrize(("switch", "num_lines"), [("1", 2), ("0", 0)])
+def test_a_request_that_is_deleted_before_it_runs_has_an_access_line(
+    libraries, tmp_path, monkeypatch, capfd, switch, num_lines
+):
+    monkeypatch.setenv(ACCESS_LOG_VARIABLE, switch)
+    delete = "library.TRITONSERVER_InferenceRequestDelete"
+    runs = f"[library.TRITONSERVER_ServerInferAsync(None, good, None), {delete}(good)]"
+    refused = f"{delete}(new_request('m', 'bad')), {delete}(new_request('m', ''))"
+    given = f"[[{runs} for good in [new_request('m', 'good')]], {refused}]"
+    assert run(libraries, tmp_path, f"len({given})") == 3
+    lines = [parse_fields(line) for line in capfd.readouterr().err.splitlines() if "access]" in line]
+    assert [line["request_id"].split("-")[0] for line in lines] == ["bad", "refused"][:num_lines]
 
 
 def test_the_name_of_a_shared_memory_region_is_removed_from_errors(libraries, tmp_path):

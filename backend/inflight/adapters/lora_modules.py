@@ -129,7 +129,7 @@ def module_sizes(decoder: DecoderConfig, layer: int) -> dict[Module, ModuleSize]
 
 
 def name_layer(decoder: DecoderConfig, layer: int) -> str:
-    """Return the words for a layer in which a module is not enabled, with the reason if it is known."""
+    """Return the words by which an error names a layer that lacks a module, with the reason if it is known."""
     if decoder.is_recurrent(layer):
         return f"layer {layer}, which is recurrent"
     if decoder.has_experts(layer):

@@ -41,7 +41,10 @@ _CHANGES_MODEL = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """The fields that determine rows. For their meaning see PEFT's documentation of `LoraConfig`."""
+    """The fields of adapter_config.json that determine the rows of `lora_weights`.
+
+    For their meaning see PEFT's documentation of `LoraConfig`.
+    """
 
     r: int
     lora_alpha: float

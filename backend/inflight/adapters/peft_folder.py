@@ -258,7 +258,7 @@ def _check_row(row: _PeftRow, config: PeftConfig) -> None:
         )
     if a[0] != rank:
         raise InvalidArgument(
-            f"{name}: lora_A has shape {a}, and the rank is {rank} by r and rank_pattern of {CONFIG_FILE}"
+            f"{name}: lora_A has shape {a}, expected {rank} rows, the rank in {CONFIG_FILE} (r, rank_pattern)"
         )
     if not config.is_target(name):
         raise InvalidArgument(

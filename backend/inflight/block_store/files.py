@@ -5,7 +5,8 @@
 
 A file is written under another name and renamed, and the digest is checked when it is read, so a crash, a torn
 write or a flipped bit makes a file a miss, and its content is never wrong. Files have mode 0600, folders 0700. The
-least recently used files are removed if all together would be too large, and files that were not used for a while.
+least recently used files are removed if all files together would be too large. Files that were not used for a
+while are removed, too.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class BlockFiles:
         folder: The folder (kv_cache_dir), made if it is missing. Servers with different models may share it.
         identity: The identity of the content (`identity.cache_identity`).
         largest_bytes: Bytes of the largest content, a block or a snapshot.
-        max_bytes: Maximum size of all files of all identities at the start, and of this one's later.
+        max_bytes: Maximum size of the folder's files: at the start of those of all identities, afterwards of
+            those of this one.
         max_age_s: Seconds after its last use when a file is removed.
         clock_s: Seconds since the epoch; injected by tests.
 

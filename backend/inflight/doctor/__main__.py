@@ -83,8 +83,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--set", metavar="KEY=VALUE", type=setting, action="append", default=[], help="as for scripts/serve")
     add("--host", default="127.0.0.1", help="as for scripts/serve")
     for service, default in _PORTS.items():
-        flags = ("--openai-port", "--port") if service == "openai" else (f"--{service}-port",)
-        add(*flags, type=port, default=default, metavar="PORT", help="default: %(default)s")
+        flags = ("--port", "--openai-port") if service == "openai" else (f"--{service}-port",)
+        add(
+            *flags,
+            dest=f"{service}_port",
+            type=port,
+            default=default,
+            metavar="PORT",
+            help="default: %(default)s",
+        )
     add("--tritonserver", type=Path, metavar="PATH", help="as for scripts/serve")
     add("--json", action="store_true", help="print one JSON object instead of lines")
     return parser

@@ -155,7 +155,7 @@ def check_ports(host: str, ports: Mapping[str, int]) -> Iterator[Finding]:
         name = f"port {port}"
         if port and (other := claimed.setdefault(port, service)) != service:
             yield red(
-                name, f"{service}: given to {other} too", f"scripts/serve --{service}-port 0 (any free one)"
+                name, f"{service}: given to {other} too", f"scripts/serve {_flag(service)} 0 (any free one)"
             )
             continue
         try:
@@ -165,10 +165,15 @@ def check_ports(host: str, ports: Mapping[str, int]) -> Iterator[Finding]:
             yield red(
                 name,
                 f"{service}: {reason}{_described_owner(port)}",
-                f"scripts/serve --{service}-port 0 (any free one)",
+                f"scripts/serve {_flag(service)} 0 (any free one)",
             )
         else:
             yield green(name, f"free, for {service}")
+
+
+def _flag(service: str) -> str:
+    """Return the flag of a service's port."""
+    return "--port" if service == "openai" else f"--{service}-port"
 
 
 def _described_owner(port: int) -> str:

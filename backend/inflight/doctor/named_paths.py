@@ -13,6 +13,7 @@ from inflight.adapters.peft_config import PeftConfig
 from inflight.doctor.weight_files import lfs_pointer, unreadable_weights
 from inflight.errors import InvalidArgument
 from inflight.server.repository import (
+    ENGINE_ENDPOINT,
     LORA_DIR,
     LORA_PREFETCH_DIR,
     MODEL_PATH,
@@ -42,9 +43,20 @@ def unusable_paths(settings: Mapping[str, str]) -> Iterator[str]:
             kind = "a folder, expected a file" if path.exists() else "there is no such file"
             yield f"--set {key}={value}: {kind}"
         folder = path.absolute().parent
-        if key == RECORD_PATH and not os.access(folder, os.W_OK | os.X_OK):
+        if key == ENGINE_ENDPOINT and (reason := _unusable_socket(str(path.absolute()))):
+            yield f"--set {key}={value}: {reason}"
+        if key in (RECORD_PATH, ENGINE_ENDPOINT) and not os.access(folder, os.W_OK | os.X_OK):
             reason = "is not writable" if folder.is_dir() else "does not exist"
             yield f"--set {key}={value}: its folder {folder} {reason}"
+
+
+def _unusable_socket(path: str) -> str | None:
+    # Imported here, as msgspec would stay in the launcher's memory.
+    from inflight.endpoint.path import LONGEST_SOCKET_PATH, socket_path_fits
+
+    if socket_path_fits(path):
+        return None
+    return f"longer than the {LONGEST_SOCKET_PATH} bytes of a socket's path"
 
 
 def unusable_adapter(name: str, folder: Path) -> str | None:

@@ -78,6 +78,7 @@ def problems(options: ServerOptions, root: Path = Path("/")) -> Iterator[str]:
         _family(options, engine)
         or (None if options.mpirun_arguments else missing_gpu(parameters, root))  # other hosts may have it
         or lacking_in_decoder(parameters)
+        or _too_few_tokens(engine)
         or _memory(options, engine, root)
         or _weights(options, engine)
         or _head(options)
@@ -249,6 +250,23 @@ def lacking_in_decoder(parameters: Parameters | None) -> str | None:
     except ConfigError as error:
         return str(error)
     return None
+
+
+def _too_few_tokens(engine: EngineConfig | None) -> str | None:
+    """Return why a KV cache of max_tokens_in_paged_kv_cache tokens is too small; None if that can be enough."""
+    if engine is None or engine.max_tokens_in_paged_kv_cache is None or engine.kv_cache_host_memory_bytes:
+        return None
+    given, size, sequences = (
+        engine.max_tokens_in_paged_kv_cache,
+        engine.tokens_per_block,
+        engine.max_num_sequences,
+    )
+    if given // size >= sequences or engine.implementation == "tensorrt":
+        return None
+    return (
+        f"max_tokens_in_paged_kv_cache is {given}, expected at least {sequences * size}: one block of {size} "
+        f"tokens (tokens_per_block) for each of {sequences} sequences (max_batch_size)"
+    )
 
 
 def _memory(options: ServerOptions, engine: EngineConfig | None, root: Path) -> str | None:

@@ -20,7 +20,8 @@ from inflight.errors import ConfigError
 from inflight.file_names import native
 from inflight.processes import PARENT, stat_fields
 
-_LONGEST = 107  # sun_path holds 108 bytes with its final zero
+LONGEST_SOCKET_PATH = 107
+"""Most bytes of a socket's path: Linux keeps it in 108 bytes, with a final zero."""
 _LONGEST_NAME = 40
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: process, user and group id
 
@@ -41,7 +42,12 @@ def endpoint_path(server_pid: int, model_name: str, runtime_folder: str | None =
     name = f"inflight-{os.geteuid()}-{server_pid}-{_file_name(model_name)}.sock"
     folders = (runtime_folder, tempfile.gettempdir(), "/tmp")
     paths = [os.path.join(folder, name) for folder in folders if os.access(folder, os.W_OK)]
-    return next((path for path in paths if _fits(path)), os.path.join("/tmp", name))
+    return next((path for path in paths if socket_path_fits(path)), os.path.join("/tmp", name))
+
+
+def socket_path_fits(path: str) -> bool:
+    """Return whether a Unix socket can have this path."""
+    return len(os.fsencode(path)) <= LONGEST_SOCKET_PATH
 
 
 def listen(path: str, option: str = "engine_endpoint") -> socket.socket:
@@ -50,8 +56,10 @@ def listen(path: str, option: str = "engine_endpoint") -> socket.socket:
     Raises ConfigError if a live server listens at the path, or the path cannot be used. `option` is the name
     of the path's option, for the error.
     """
-    if not _fits(path):
-        raise ConfigError(f"{option}: {path} is longer than the {_LONGEST} bytes of a socket's path")
+    if not socket_path_fits(path):
+        raise ConfigError(
+            f"{option}: {path} is longer than the {LONGEST_SOCKET_PATH} bytes of a socket's path"
+        )
     listening = socket.socket(socket.AF_UNIX)
     try:
         _remove_stale(path, option)
@@ -131,10 +139,6 @@ def _remove_stale(path: str, option: str) -> None:
             remove(path)  # its server is dead
             return
     raise ConfigError(f"{option}: another server listens at {path}")
-
-
-def _fits(path: str) -> bool:
-    return len(os.fsencode(path)) <= _LONGEST
 
 
 def _file_name(model_name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from numbers import Integral
 from typing import Any
@@ -41,7 +41,8 @@ def constructor_arguments(
     if in_memory or (args and isinstance(args[0], bytes | bytearray | memoryview)):
         raise NotSupported("an engine in memory is not supported: expected the folder of a checkpoint")
     if "encoder_model_path" in keywords or (len(args) > 1 and isinstance(args[1], str | os.PathLike)):
-        raise NotSupported(f"an encoder is not supported: {_NO_ENCODER}")
+        got = f"; expected a ModelType behind the model, got {args[1]!r:.100}" if len(args) > 1 else ""
+        raise NotSupported(f"an encoder is not supported: {_NO_ENCODER}{got}")
     try:
         found = inspect.signature(_from_folder).bind(*args, **keywords)
     except TypeError as error:
@@ -94,7 +95,11 @@ def responses_arguments(
         raise TypeError(f"await_responses: the timeout is {timeout!r}, expected a timedelta, seconds or None")
     if whose is None:
         return None, timeout
-    return (int(whose) if isinstance(whose, Integral) else [int(each) for each in whose]), timeout
+    if isinstance(whose, Integral):
+        return int(whose), timeout
+    if not isinstance(whose, Iterable) or not all(isinstance(each, Integral) for each in whose):
+        raise TypeError(f"await_responses: the request is {whose!r:.100}, expected an id or a list of ids")
+    return [int(each) for each in whose], timeout
 
 
 def adapters_of_prompts(

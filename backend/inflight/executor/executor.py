@@ -437,6 +437,8 @@ class Executor:
         return self._tokenizer
 
     def _prepare(self, request: Request) -> _Prepared:
+        if not isinstance(request, Request):  # pyright: ignore[reportUnnecessaryIsInstance] - from callers
+            raise TypeError(f"enqueue_request: expected a Request, got {request!r:.100}")
         self._fields.check(request)
         if request.logits_post_processor is not None:
             has_client_id_argument(request.logits_post_processor)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import cast
@@ -81,7 +81,8 @@ def is_one_prompt(prompts: Prompts) -> bool:
     """
     if isinstance(prompts, str):
         return True
-    are_ids = [isinstance(each, Integral) for each in prompts]
+    is_list = isinstance(prompts, Iterable)  # pyright: ignore[reportUnnecessaryIsInstance] - from callers
+    are_ids = [isinstance(each, Integral) for each in prompts] if is_list else []
     if not are_ids or any(are_ids) != all(are_ids):
         raise InvalidValue(f"prompts is {prompts!r:.100}: expected a text, token ids, or a list of either")
     return are_ids[0]

@@ -166,7 +166,11 @@ class LookaheadDecodingConfig(Frozen):
             raise InvalidValue("ngramSize=1 requires windowSize=1")
 
     def calculate_speculative_resource(self) -> tuple[int, int, int, int]:
-        """Return the maximum number of tokens in a pass, the longest path, and both for draft tokens alone."""
+        """Return (tokens, path, draft tokens, draft path).
+
+        These are the maximum number of tokens in a pass, the length of the longest path, and both for draft
+        tokens only.
+        """
         return self.calculate_speculative_resource_tuple(
             self.max_window_size, self.max_ngram_size, self.max_verification_set_size
         )

@@ -1,4 +1,4 @@
-"""Reads the keys of single architectures of GGUF files that have recurrent layers; see `families.py`."""
+"""Reads keys that only some architectures of GGUF files have: those with recurrent layers (see `families.py`)."""
 
 from __future__ import annotations
 

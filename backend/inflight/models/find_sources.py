@@ -1,4 +1,4 @@
-"""Finds the source in the checkpoint of each tensor of a part of a model, from the model's description alone."""
+"""Finds where the checkpoint has each tensor of a rank's part, from the model's description alone."""
 
 from __future__ import annotations
 

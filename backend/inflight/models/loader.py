@@ -77,8 +77,9 @@ def num_weight_bytes(
         linear_dtype: Dtype of linear layers' matrices.
         kept: Formats of quantized matrices in the layers that stay quantized as in the checkpoint.
         part: One rank's part; None: the whole model.
-        head_dtype: Dtype of the output projection, which stays quantized if `is_small_head`; None:
-            `linear_dtype`, and it does not. If it differs from `dtype`, a tied embedding is stored twice.
+        head_dtype: Dtype of the output projection; if the checkpoint has it quantized and `is_small_head` of it
+            is true, it stays quantized. None: it has `linear_dtype`, and does not stay quantized. If its dtype
+            differs from `dtype`, a tied embedding is stored twice.
     """
     part = part or Part.whole(model.decoder)
     found = survey(model)

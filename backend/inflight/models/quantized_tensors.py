@@ -127,7 +127,7 @@ class _Parts:
         return ConfigError(f"{where} has {found}, expected {expected}")
 
     def read(self, kind: str) -> Tensor:
-        """Return a part, which `take` has returned before, as it is stored."""
+        """Return a part as it is stored. `take` must have returned the part before."""
         return self._checkpoint.read_stored(f"{self._module}.{kind}", self.infos[kind])
 
     def read_if_there(self, kind: str) -> Tensor | None:

@@ -70,7 +70,7 @@ class GatedDelta:
 
     @property
     def output_width(self) -> int:
-        """Number of columns of the output projection's input."""
+        """Width of the output projection's input."""
         return self.num_value_heads * self.value_dim
 
     @property

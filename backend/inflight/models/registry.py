@@ -40,8 +40,8 @@ class ModelDescription:
         folder: Folder of the checkpoint.
         decoder: The architecture.
         names: Names of the tensors.
-        quantization: Quantization of the weights; None if they are not quantized, or only as the tensors'
-            names show.
+        quantization: Quantization of the weights; None if config.json names none; the names of the
+            tensors may show one then.
         multimodal: Class of the multimodal model of which this is the text part; None for a text model.
         eagle: The EAGLE-3 head of `decoder.eagle`, described as a model of one layer; None if there is none.
     """

@@ -1,4 +1,7 @@
-"""Computes the tables of rotary positions, and the factors of queries, by position in float32 on the CPU."""
+"""Computes the tables of rotary positions, in float32 on the CPU, with a row for each position.
+
+For models that scale queries by their position, computes these factors, too.
+"""
 
 from __future__ import annotations
 

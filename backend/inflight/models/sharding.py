@@ -8,8 +8,8 @@ rest. Pure.
                       ranks has different experts, and each rank of the group a slice of these
     replicated        norms, biases of row-parallel layers, learned positions, routers
     pipeline          each stage has consecutive layers; the first embeds the tokens, the last computes the logits.
-                      A layer is in the stage of the layer whose keys and values it reads, and its columns of the
-                      table of per-layer embeddings are in its stage
+                      A layer that reads another one's keys and values is in the same stage. A layer's columns of
+                      the table of per-layer embeddings are in the layer's stage
 
 A rank has whole key heads. If there are fewer key heads than ranks, several ranks have the same key head. With
 latent attention a rank has some of the heads and everything that the heads share: the projection to the
@@ -168,7 +168,7 @@ class Shard:
         )
 
     def recurrent_rows(self, decoder: DecoderConfig, module: int) -> tuple[Range, ...]:
-        """Return this rank's ranges of rows of a stored module of recurrent layers' input projection."""
+        """Return the ranges of rows that this rank reads of a module in recurrent layers' input projections."""
         recurrent = decoder.recurrent
         assert recurrent is not None, "the layer is recurrent"
         sections = decoder.recurrent_sections(module)

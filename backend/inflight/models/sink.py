@@ -41,9 +41,9 @@ class Sink(ABC, Generic[LayerT, LinearT]):
         """Convert a layer's projection, before the next one is read.
 
         Args:
-            matrix: The matrix; levels only if `why_unpacked` returns "" for it.
+            matrix: The matrix. It is given as levels only if `why_unpacked` returns "" for it.
             bias: [outputs], or None.
-            is_gated: Whether the matrix is gate above up of a gated MLP.
+            is_gated: Whether the matrix has the rows of the gate and then those of up, of a gated MLP.
         """
 
     @abstractmethod
@@ -61,7 +61,7 @@ class Sink(ABC, Generic[LayerT, LinearT]):
         """
 
     def head(self, matrix: StoredMatrix) -> LinearT:
-        """Convert the output projection; levels only if `keeps_head`."""
+        """Convert the output projection. It is given as levels only if `keeps_head`."""
         return self.linear(matrix)
 
     @property
@@ -83,7 +83,7 @@ class Sink(ABC, Generic[LayerT, LinearT]):
 
 
 def is_small_head(kind: MatrixKind, num_bytes: int, num_weights: int) -> bool:
-    """Whether the levels of an output projection take at most an eighth more memory than int8 by row."""
+    """Whether a quantized output projection takes at most an eighth more memory than int8 with a scale per row."""
     return kind is MatrixKind.INT8 and 8 * num_bytes <= 9 * num_weights
 
 
@@ -109,7 +109,7 @@ class KeptLevels:
         return " and ".join(f"{count} in {kind.value}" for kind, count in self.counts.items()) or "none"
 
     def warn(self, log: logging.Logger, target: str = "") -> None:
-        """Log which projections are unpacked; `target` continues the message with the dtype."""
+        """Log which projections are unpacked. `target`: what follows these words, such as " to bfloat16"."""
         for reason, names in self.unpacked.items():
             log.warning(
                 "%d quantized projections are unpacked%s (%s): %s", len(names), target, names[0], reason

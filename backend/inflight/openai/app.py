@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 
 from inflight.access_log import AccessLog
 from inflight.core.ports import EngineClient
@@ -68,18 +68,7 @@ def create_app(
         others: Clients of further engines, whose models are named by their folders, and have the chat templates
             of their checkpoints.
     """
-    session, access_log = EngineSession(client), AccessLog()
-    model = ServingModel(client, options, has_encoder=picture_encoder is not None)
-    pictures = None if picture_encoder is None else ChatPictures(picture_encoder, options)
-    context = Context(session, model, HttpMetrics(), pictures)
-    of_others = replace(options, served_model_names=(), chat_template=None)
-    contexts = (
-        context,
-        *(
-            Context(EngineSession(other), ServingModel(other, of_others), context.http_metrics)
-            for other in others
-        ),
-    )
+    contexts, access_log = _contexts(client, options, picture_encoder, others), AccessLog()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
@@ -100,19 +89,41 @@ def create_app(
     jobs = _jobs(app, contexts, options)
     app.state.contexts = contexts
     app.state.batches = jobs
-    app.state.bodies = BodyReader(session, options.max_body_bytes)
+    app.state.bodies = BodyReader(contexts[0].session, options.max_body_bytes)
     app.state.responses = KeptResponses(options.max_stored_responses, options.max_stored_bytes)
-    of_texts, pooling = (completions, chat_completions, messages), (embeddings, classify, rerank)
-    modules = (models, adapters, sleep, *of_texts, *pooling, render, generate, tokenize, server_routes)
-    batches_router = batches.refusing_router if jobs is None else batches.router
-    routers = (*(module.router for module in modules), responses_router, batches_router, playground_router)
+    routers = _routers(has_batches=jobs is not None)
     for router in routers:
         app.include_router(router)
     add_middleware(app, options)
     paths = frozenset(getattr(route, "path", "") for router in routers for route in router.routes)
     add_error_handlers(app, paths)
-    app.add_middleware(HttpObserver, paths=paths, metrics=context.http_metrics, access_log=access_log)
+    app.add_middleware(HttpObserver, paths=paths, metrics=contexts[0].http_metrics, access_log=access_log)
     return app
+
+
+def _contexts(
+    client: EngineClient,
+    options: OpenAiOptions,
+    picture_encoder: PicturesEncoder | None,
+    others: Sequence[EngineClient],
+) -> tuple[Context, ...]:
+    """Return what the routes need of each engine, `client`'s first. The arguments are those of `create_app`."""
+    model = ServingModel(client, options, has_encoder=picture_encoder is not None)
+    pictures = None if picture_encoder is None else ChatPictures(picture_encoder, options)
+    first = Context(EngineSession(client), model, HttpMetrics(), pictures)
+    of_others = replace(options, served_model_names=(), chat_template=None)
+    further = (
+        Context(EngineSession(other), ServingModel(other, of_others), first.http_metrics) for other in others
+    )
+    return (first, *further)
+
+
+def _routers(has_batches: bool) -> tuple[APIRouter, ...]:
+    """Return the routers of all routes; those of batches refuse every request unless `has_batches`."""
+    of_texts, pooling = (completions, chat_completions, messages), (embeddings, classify, rerank)
+    modules = (models, adapters, sleep, *of_texts, *pooling, render, generate, tokenize, server_routes)
+    batches_router = batches.router if has_batches else batches.refusing_router
+    return (*(module.router for module in modules), responses_router, batches_router, playground_router)
 
 
 async def _until_available(session: EngineSession, ask: Callable[[], object]) -> None:

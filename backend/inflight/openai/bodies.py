@@ -60,6 +60,12 @@ class BodyReader:
 
         Keeps no reference to the received bytes.
         """
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding.strip().lower() not in ("", "identity"):
+            raise ApiError(
+                f"Content-Encoding is {encoding[:40]!r}, expected no such header: bodies are not decompressed",
+                415,
+            )
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > self._max_bytes:
             raise self._too_large()

@@ -134,8 +134,11 @@ def _response_format(asked: dict[str, Any]) -> Guide | None:
         outer = cast(dict[str, Any], given) if isinstance(given, dict) else {}
         schema: dict[str, Any] | bool | None = outer.get("schema")
         if not isinstance(schema, dict | bool):
-            shown = _shown(asked.get("json_schema"))
-            raise invalid("response_format", f"json_schema must be an object with schema, got {shown}")
+            got = f"got {_shown(given)}" if "json_schema" in asked else "it is missing"
+            raise invalid(
+                "response_format",
+                f"response_format.json_schema must be an object with a schema in schema; {got}",
+            )
         unread = [name for name in outer if name not in _SCHEMA_FIELDS]
         if unread:
             raise invalid(

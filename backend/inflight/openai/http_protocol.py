@@ -7,6 +7,7 @@ bodies), ignores upgrade offers, and serves streams to clients of HTTP/1.0. Runs
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, Any, cast
 
 import httptools
@@ -20,6 +21,8 @@ from inflight.openai.request_ids import HEADER, id_for
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+_log = logging.getLogger(__name__)
+
 HEAD_TIMEOUT_S = 15.0
 """Time limit in seconds for the first request's headers on a new connection, and for the rest of started
 headers."""
@@ -32,6 +35,8 @@ SEND_TIMEOUT_S = 60.0
 """Seconds after which a connection is closed if its client has read nothing of the waiting response."""
 MAX_HEAD_BYTES = 64 << 10
 """Largest size in bytes of a request's line and headers, and of any other data around bodies."""
+_TLS_HANDSHAKE = b"\x16\x03"
+"""The first two bytes that a client of https:// sends: a handshake, and the protocol's major version."""
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -70,7 +75,10 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes. Answer 400 if they are invalid, 431 if the headers are too large."""
+        """Parse received bytes. Answer 400 if they are invalid, 431 if the headers are too large.
+
+        A client of https:// cannot read the answer 400, so the log has a warning, too.
+        """
         if self._has_refused:
             return
         self._unset_keepalive_if_required()
@@ -82,7 +90,8 @@ class HttpProtocol(HttpToolsProtocol):
         try:
             self._feed(data)
         except httptools.HttpParserError:
-            self._refuse(400, "this is no HTTP request")
+            is_first = self.cycle is None and self._num_idle_bytes == len(data)
+            self._refuse_bytes(is_tls=is_first and data.startswith(_TLS_HANDSHAKE))
         else:
             if self._num_idle_bytes > MAX_HEAD_BYTES:
                 self._refuse(431, f"the request's headers are larger than {MAX_HEAD_BYTES} bytes")
@@ -200,6 +209,18 @@ class HttpProtocol(HttpToolsProtocol):
 
         _cancelled(self._send_timer)
         self._send_timer = self.loop.call_later(self.send_timeout_s, look) if num_waiting else None
+
+    def _refuse_bytes(self, is_tls: bool) -> None:
+        """Answer bytes that are no HTTP request; `is_tls`: they are the beginning of https://."""
+        if not is_tls:
+            self._refuse(400, "this is no HTTP request")
+            return
+        mend = "take http:// in the client's URL, or start the server with --ssl-certfile and --ssl-keyfile"
+        # The client's port is left out, so that repeated lines are equal and are collapsed.
+        _log.warning(
+            "%s sent TLS (https://) to a port of plain HTTP; %s", (self.client or ("a client",))[0], mend
+        )
+        self._refuse(400, f"got TLS (https://), expected plain HTTP; {mend}")
 
     def _refuse(self, status: int, message: str) -> None:
         """Answer the last received request with an error, after earlier answers, and close the connection."""

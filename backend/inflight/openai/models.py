@@ -9,11 +9,11 @@ from fastapi import APIRouter, Request
 
 from inflight.errors import Unavailable
 from inflight.openai.context import contexts_of
-from inflight.openai.errors import ApiError
-from inflight.openai.serving_model import ServingModel
+from inflight.openai.serving_model import ServingModel, unknown_model
 
 router = APIRouter()
 _STARTED = int(time.time())
+_MOST_NAMED = 10  # models and adapters, in an error
 
 
 @router.get("/v1/models")
@@ -25,10 +25,11 @@ async def list_models(request: Request) -> dict[str, Any]:
 @router.get("/v1/models/{name:path}")
 async def get_model(name: str, request: Request) -> dict[str, Any]:
     """Return one model or adapter."""
-    for model in await _listed(request):
+    listed = await _listed(request)
+    for model in listed:
         if model["id"] == name:
             return model
-    raise ApiError(f"the model {name[:200]!r} does not exist", 404, "model", "model_not_found")
+    raise unknown_model(name, ", ".join(model["id"] for model in listed[:_MOST_NAMED]))
 
 
 async def _listed(request: Request) -> list[dict[str, Any]]:

@@ -45,6 +45,12 @@ def _detokenize(model: ServingModel, body: DetokenizeBody) -> dict[str, Any]:
     most = model.describe().limits.max_sequence_length
     if len(body.tokens) > most:
         raise invalid("tokens", f"tokens are {len(body.tokens)}: this model's texts have at most {most}")
+    vocab_size = model.describe().limits.vocab_size
+    for position, token in enumerate(body.tokens):
+        if token >= vocab_size:
+            raise invalid(
+                "tokens", f"tokens must be in [0, {vocab_size - 1}], got {token} at position {position}"
+            )
     return {"prompt": model.tokenizer().decode(body.tokens, skip_special_tokens=False)}
 
 

@@ -123,7 +123,7 @@ class Heartbeat:
     def report_failure(self, iteration: int) -> None:
         """Report a failed forward pass to rank 0, which finds out whether it failed on this rank only.
 
-        With the iteration NEVER, it failed on this rank only, which is lost.
+        The iteration NEVER means that this is known already: then this rank counts as lost.
         """
         if 0 in self._connections:
             self._connections[0].send(_Kind.FAILED, iteration)

@@ -89,7 +89,7 @@ class Mapping:
 
         Stages have equal numbers of layers; if `num_layers` is not divisible, the first stages have one more.
         Layers from `first_undivided` on, some of which read keys and values of others, are all in the last stage,
-        which may thus have more layers than the others; None: any layers may be in different stages.
+        which may thus have more layers than the others. With None any layers may be in different stages.
 
         Raises ConfigError if a stage would have no layer.
         """

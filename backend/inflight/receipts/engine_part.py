@@ -39,7 +39,7 @@ class EngineReceipts:
     Args:
         name: Name of the model.
         folders: Folders of the model, as for ModelFiles.
-        engine: The code and the settings.
+        engine: The part of each receipt about the code and the settings.
         key_file: File with the key of signatures; "": receipts are not signed.
         on_ready: Called once, on another thread, when `is_ready` has become true.
     """

@@ -141,7 +141,11 @@ class BackgroundDigests:
         return self._found
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
+        """Stop reading files, and wait until the thread has ended.
+
+        If the digests are not known yet, they never will be: `result` goes on to raise Unavailable, and `start`
+        starts nothing. Later calls do nothing.
+        """
         with self._lock:
             self._is_closed, thread = True, self._thread
         if thread is not None:

@@ -1,8 +1,8 @@
 """The sampling parameters of slots, and the rows of a batch's logits with their parameters.
 
-A slot has a record of numbers, so that selecting a batch's parameters is a single index operation, and the state
-that the steps of the pipeline have prepared. All of this is in host memory, except biases. Used on the loop
-thread.
+A slot has a record of numbers, from which a batch's parameters are selected by a single index operation. It also
+has the state that the steps of the pipeline have prepared. All of this is in host memory, except biases. Used
+on the loop thread.
 """
 
 from __future__ import annotations

@@ -37,6 +37,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--set decoupled_mode=false, tensorrt_llm and ensemble give one response per request.",
     )
     _add_model_options(parser)
+    _add_draft_options(parser)
+    _add_kv_cache_options(parser)
     _add_address_options(parser)
     _add_running_options(parser)
     _add_log_options(parser)
@@ -57,6 +59,26 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         "(default: memory)",
     )
     add(
+        "--lora",
+        metavar="NAME=PEFT_FOLDER",
+        type=named_folder,
+        action="append",
+        default=[],
+        help="a LoRA adapter that requests may name; may be repeated",
+    )
+    add(
+        "--set",
+        metavar="KEY=VALUE",
+        type=setting,
+        action="append",
+        default=[],
+        help="a parameter (docs/settings.md lists them); may be repeated",
+    )
+
+
+def _add_draft_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
         "--speculate",
         metavar="METHOD[:K]",
         type=value_of(SPECULATION),
@@ -70,6 +92,10 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="folder of an EAGLE-3 head for the model, which drafts tokens; implies --speculate eagle3",
     )
+
+
+def _add_kv_cache_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--kv-cache-dir",
         metavar="DIR",
@@ -89,29 +115,6 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         type=value_of(KV_EVENTS),
         help="publish KV cache events by ZeroMQ in vLLM's format, for routers; {} publishes them at tcp://*:5557",
     )
-    add(
-        "--otlp-traces-endpoint",
-        metavar="URL",
-        type=value_of(URL),
-        help="send OpenTelemetry spans of all requests to this collector, by OTLP over HTTP, such as "
-        "http://localhost:4318/v1/traces",
-    )
-    add(
-        "--lora",
-        metavar="NAME=PEFT_FOLDER",
-        type=named_folder,
-        action="append",
-        default=[],
-        help="a LoRA adapter that requests may name; may be repeated",
-    )
-    add(
-        "--set",
-        metavar="KEY=VALUE",
-        type=setting,
-        action="append",
-        default=[],
-        help="a parameter (docs/settings.md lists them); may be repeated",
-    )
 
 
 def _add_address_options(parser: argparse.ArgumentParser) -> None:
@@ -119,8 +122,8 @@ def _add_address_options(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     for service, default in (("http", 8000), ("grpc", 8001), ("metrics", 8002), ("openai", 9000)):
         explanation = "default: %(default)s; 0: any free one"
-        flags = ("--openai-port", "--port") if service == "openai" else (f"--{service}-port",)
-        add(*flags, type=port, default=default, metavar="PORT", help=explanation)
+        flags = ("--port", "--openai-port") if service == "openai" else (f"--{service}-port",)
+        add(*flags, dest=f"{service}_port", type=port, default=default, metavar="PORT", help=explanation)
     add("--no-openai", action="store_true", help="serve Triton's endpoints only, without /v1")
     add("--no-vision", action="store_true", help="refuse pictures, and load no vision tower")
     add(
@@ -179,6 +182,13 @@ def _add_log_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--no-access-log", action="store_true", help="do not log a line for each request")
     add("--log-verbose", action="store_true", help="write tritonserver's verbose log, with all of its lines")
+    add(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        type=value_of(URL),
+        help="send OpenTelemetry spans of all requests to this collector, by OTLP over HTTP, such as "
+        "http://localhost:4318/v1/traces",
+    )
 
 
 def _add_api_options(parser: argparse.ArgumentParser) -> None:

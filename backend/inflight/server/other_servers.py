@@ -47,6 +47,7 @@ SAME_VALUES: Mapping[str, Mapping[str, str]] = {
         "bf16": "bfloat16",
         "fp32": "float32",
     },
+    "--set max_sequence_length": {"auto": "", "-1": ""},
     "--engine": {"auto": "", "vllm": "torch", "pytorch": "torch", "trt": "tensorrt"},
     "--reasoning-parser": {
         "qwen3": "think",
@@ -59,6 +60,9 @@ SAME_VALUES: Mapping[str, Mapping[str, str]] = {
     "--tool-call-parser": {"qwen3_xml": "qwen3_coder", "llama4_json": "llama3_json", "xlam": "json"},
 }
 """The value here, by an option and another server's value; "": the option is left out."""
+
+SIZES = ("--set max_sequence_length", "--set max_num_tokens")
+"""The options of `SAME` whose other names take sizes such as 32k or 32K, as `vllm serve` does."""
 
 SWITCHES: Mapping[str, Sequence[str]] = {
     "--enable-prefix-caching": (),
@@ -208,6 +212,7 @@ FLAGS = (*SAME, *SWITCHES, *DIFFERENT)
 """Flags of other servers that are understood or answered."""
 
 _FLAG = re.compile(r"--[a-zA-Z][\w-]*")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([kmgt])|(\d+)([KMGT])", re.ASCII)
 
 
 def flags_that_set(parameter: str) -> list[str]:
@@ -233,10 +238,13 @@ def translate(arguments: Sequence[str]) -> list[str]:
                 raise OptionError(f"{word}: {written} takes no value")
             translated += SWITCHES[flag]
         elif flag in SAME or flag in SAME_VALUES:
-            option, _, key = SAME.get(flag, flag).partition(" ")
+            same = SAME.get(flag, flag)
             if not equals and (value := next(rest, "")) == "":
-                raise OptionError(f"{written}: expected a value, as for {SAME.get(flag, flag)}")
-            value = SAME_VALUES.get(option, {}).get(value, value)
+                raise OptionError(f"{written}: expected a value, as for {same}")
+            value = SAME_VALUES.get(same, {}).get(value, value)
+            if same in SIZES:
+                value = _plain_number(value)
+            option, _, key = same.partition(" ")
             if value:
                 translated += [option, f"{key}={value}" if key else value]
         else:
@@ -244,3 +252,14 @@ def translate(arguments: Sequence[str]) -> list[str]:
     if advice:
         raise OptionError("\n".join(dict.fromkeys(advice)))
     return translated
+
+
+def _plain_number(value: str) -> str:
+    """Return a size of vLLM as a whole number: 32k is 32000, 32K is 32768, 25.6k is 25600. Leave other texts."""
+    found = _SIZE.fullmatch(value.strip())
+    if found is None:
+        return value
+    decimal, power_of_1000, binary, power_of_1024 = found.groups()
+    if decimal is not None:
+        return str(round(float(decimal) * 1000 ** (1 + "kmgt".index(power_of_1000))))
+    return str(int(binary) << 10 * (1 + "KMGT".index(power_of_1024)))

@@ -72,7 +72,7 @@ class EngineSession:
         return OutputStream(self, prompts, origin)
 
     def close(self) -> None:
-        """End the threads, without the functions that still wait for one. Idempotent."""
+        """End the threads. Functions that still wait for a thread are not called. Idempotent."""
         for pool in (self._computing, self._waiting):
             pool.shutdown(wait=True, cancel_futures=True)
         self._stopping.shutdown(wait=True)

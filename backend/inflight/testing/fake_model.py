@@ -28,7 +28,7 @@ _NO_HISTORY = 0
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """Everything except the tokens that a sequence's keys and values depend on.
+    """All that a sequence's keys and values depend on, apart from its tokens.
 
     Attributes:
         identity: The request's identity.
@@ -207,7 +207,7 @@ class LoneSequence:
         token_ids: The first tokens.
         vocab_size: Number of token ids.
         attend_to_all: Whether a digest depends on all earlier digests, or only on the previous one.
-        conditions: Everything except the tokens that the digests depend on.
+        conditions: All that the digests depend on, apart from the tokens.
     """
 
     def __init__(

@@ -80,7 +80,16 @@ class TritonPythonModel(engine.TritonPythonModel):
     def load_model(
         self, parameters: Parameters, version_dir: str, rank_context: RankContext | None
     ) -> LoadedModel:
-        """Return the fake engine."""
+        """Load the fake engine that the parameter `fake_engine` describes, in place of a checkpoint.
+
+        Args:
+            parameters: The model's parameters, with the text of `fake_engine` as `gpt_model_path`.
+            version_dir: Not used, because no file is read.
+            rank_context: Not used, because every rank computes the same tokens.
+
+        Raises:
+            ConfigError: The text has another form than vocab=N,step_us=N.
+        """
         return load_fake(parameters, version_dir, rank_context)
 
 

@@ -32,7 +32,7 @@ class Places:
         self.root = self.place([self._document.root])
 
     def place(self, nodes: Iterable[Node]) -> Place:
-        """Return the Place of these schemas and of all schemas that also apply, by allOf, $ref and so on."""
+        """Return the Place of a value for which these schemas hold, and all that they include (allOf, $ref, …)."""
         found: dict[tuple[str, str], Node] = {}
         waiting = list(nodes)
         while waiting:

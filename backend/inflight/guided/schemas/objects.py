@@ -132,7 +132,7 @@ def _write_names(writer: SchemaWriter, node: Node, words: Mapping[str, Any], wri
     if facts.words - {"pattern", "minLength", "maxLength"} or len(rules) != 1:
         raise refused(
             names.path,
-            "propertyNames can be followed where it is an enum, a pattern, a format or a length, and one of them",
+            "propertyNames can be followed if it has one of enum, pattern, format and length",
         )
     matched = {name: writer.overlaps.matches(rules[0], name) for name in properties}
     if None in matched.values():

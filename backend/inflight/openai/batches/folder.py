@@ -112,7 +112,7 @@ class BatchFolder:
         (self._path / f"{name}.json").unlink(missing_ok=True)
 
     def begin(self, num_batches: int, unfinished: Iterable[str]) -> None:
-        """Count the batches, and remove what a killed process has left: uploads in part, and records in part.
+        """Add the batches to the folder's size, and remove half-written uploads and records of a killed process.
 
         Args:
             num_batches: Number of batches.

@@ -11,7 +11,8 @@
  * the parser cannot be stopped. A compressed body may decompress to the size limit of an uncompressed one. The name of
  * a shared-memory region is removed from errors.
  *
- * Some of Triton's own errors get the status of a client's mistake, or a hint (docs/triton.md).
+ * Some of Triton's own errors get the status of a client's mistake, or a hint (docs/triton.md). Requests that are refused
+ * here or by Triton itself get a line in the access log (access_lines.h).
  *
  * Models are notified before the metrics page is read, so that it includes all requests answered before
  * (triton/metrics_on_demand.py).
@@ -51,18 +52,24 @@ enum { MAX_NESTED = 500000, STACK_OF_A_LEVEL = 256 }; /* the parser uses about 1
 /* The file of the last requests has slots of text, each of which begins with the request's number. */
 enum { NUM_SLOTS = 64, SLOT_BYTES = 1024 };
 
+#include "access_lines.h"
+
 typedef struct {
   const Request* request; /* the request that this thread makes */
   Server* server;
   char model[256];
   int64_t version;
-  char* slot; /* NULL if requests are not recorded */
+  char* slot;      /* NULL if requests are not recorded */
+  char input[128]; /* the last one that was added; "" if none was */
+  int data_type;   /* of this input */
   size_t used;
 } Making;
 
 static _Thread_local Making making;
 static _Thread_local bool output_is_text; /* of the last output that this thread read */
 static _Thread_local bool is_http;        /* this thread reads HTTP connections and makes their requests */
+static _Thread_local bool is_generate;    /* this thread's last HTTP request is one of generate */
+static _Thread_local bool is_post;        /* the last request that this thread read is a POST request */
 static char* slots;
 static int most_nested = MAX_NESTED;
 static atomic_uint_fast64_t num_requests;
@@ -73,6 +80,11 @@ static Error* (*real_add_input)(Request*, const char*, int, const int64_t*, uint
 static Error* (*real_response_output)(Response*, uint32_t, const char**, int*, const int64_t**, uint64_t*,
                                       const void**, size_t*, int*, int64_t*, void**);
 static uint32_t (*real_data_type_byte_size)(int);
+static Error* (*real_infer_async)(Server*, Request*, void*);
+static Error* (*real_request_delete)(Request*);
+static Error* (*real_transaction_properties)(Server*, const char*, int64_t, uint32_t*, void**);
+static Error* (*real_model_metadata)(Server*, const char*, int64_t, void**);
+static int (*error_code)(Error*);
 static Error* (*real_server_metrics)(Server*, void**);
 static Error* (*batch_properties)(Server*, const char*, int64_t, uint32_t*, void**);
 static Error* (*error_new)(int, const char*);
@@ -127,6 +139,11 @@ __attribute__((constructor)) static void begin(void) {
   real_set_id = dlsym(RTLD_NEXT, "TRITONSERVER_InferenceRequestSetId");
   real_add_input = dlsym(RTLD_NEXT, "TRITONSERVER_InferenceRequestAddInput");
   real_response_output = dlsym(RTLD_NEXT, "TRITONSERVER_InferenceResponseOutput");
+  real_infer_async = dlsym(RTLD_NEXT, "TRITONSERVER_ServerInferAsync");
+  real_request_delete = dlsym(RTLD_NEXT, "TRITONSERVER_InferenceRequestDelete");
+  real_transaction_properties = dlsym(RTLD_NEXT, "TRITONSERVER_ServerModelTransactionProperties");
+  real_model_metadata = dlsym(RTLD_NEXT, "TRITONSERVER_ServerModelMetadata");
+  error_code = dlsym(RTLD_NEXT, "TRITONSERVER_ErrorCode");
   real_data_type_byte_size = dlsym(RTLD_NEXT, "TRITONSERVER_DataTypeByteSize");
   real_server_metrics = dlsym(RTLD_NEXT, "TRITONSERVER_ServerMetrics");
   batch_properties = dlsym(RTLD_NEXT, "TRITONSERVER_ServerModelBatchProperties");
@@ -189,8 +206,10 @@ static bool is_batch(const Request* request) {
   return (flags & BATCH_FIRST_DIM) != 0;
 }
 
+static const char DECOUPLED[] = "doesn't support models with decoupled transaction policy";
+
 /* Triton's own errors about requests, with what it should have said. The front ends make the first ones, with the code
- * INTERNAL for JSON that is wrong. The last one comes from the core, which makes its errors by other functions. */
+ * INTERNAL for JSON that is wrong. Errors of the core are made by other functions (MENDED_OF_CORE). */
 static const struct {
   const char *said, *hint;
 } MENDED[] = {
@@ -200,20 +219,33 @@ static const struct {
     {"Unable to parse '", ""},
     {"Unable to parse JSON", ""},
     {"attempt to get members for non-object", ": the body must be a JSON object"},
-    {"doesn't support models with decoupled transaction policy",
+    {DECOUPLED,
      "; tensorrt_llm_infer takes the tensors of tensorrt_llm and gives one response"},
 };
-static const char UNEQUAL_BATCHES[] = "batch size does not match other inputs";
-static const char BATCH_HINT[] =
-    "; the first dimension of every input is the batch: [1, n] for the n ids of one prompt, [1, 1] for one number";
+/* What a value of each data type is in JSON. */
+static const char* const EXPECTED[NUM_TYPES] = {
+    "another value",       "true or false",       "integers from 0",     "integers from 0",     "integers from 0",
+    "integers from 0",     "integers",            "integers",            "integers",            "integers",
+    "numbers",             "numbers",             "numbers",             "texts",               "numbers"};
+static const struct {
+  const char *said, *hint;
+} MENDED_OF_CORE[] = {
+    {"batch size does not match other inputs",
+     "; the first dimension of every input is the batch: [1, n] for the n ids of one prompt, [1, 1] for one number"},
+    {"request has 0 inputs", "; expected the inputs of the model"},
+};
 
 const char* TRITONSERVER_ErrorMessage(Error* error) {
   static _Thread_local char text[1024];
   if (real_error_message == NULL) real_error_message = dlsym(RTLD_NEXT, "TRITONSERVER_ErrorMessage");
   const char* said = real_error_message(error);
-  if (real_request_new == NULL || said == NULL || strstr(said, UNEQUAL_BATCHES) == NULL) return said;
-  snprintf(text, sizeof text, "%.700s%s", said, BATCH_HINT);
-  return text;
+  for (size_t each = 0; real_request_new != NULL && said != NULL && each < 2; each++) {
+    const char *mended = MENDED_OF_CORE[each].said, *hint = MENDED_OF_CORE[each].hint;
+    if (strstr(said, mended) == NULL || strstr(said, hint) != NULL) continue; /* a text may come twice */
+    snprintf(text, sizeof text, "%.700s%s", said, hint);
+    return text;
+  }
+  return said;
 }
 
 /* Clients get the text of errors. When the Python backend's shared memory is full, its error has the name of the region.
@@ -221,11 +253,22 @@ const char* TRITONSERVER_ErrorMessage(Error* error) {
 Error* TRITONSERVER_ErrorNew(int code, const char* text) {
   static const char before[] = "shared memory pool size for key '";
   char said[1024];
+  arrival.code = (unsigned)code;
   if (error_new == NULL) error_new = dlsym(RTLD_NEXT, "TRITONSERVER_ErrorNew");
   for (size_t each = 0; text != NULL && each < sizeof MENDED / sizeof *MENDED; each++) {
     if (strstr(text, MENDED[each].said) == NULL) continue;
-    snprintf(said, sizeof said, "%.700s%s", text, MENDED[each].hint);
-    return error_new(code == INTERNAL ? INVALID_ARG : code, said);
+    char field[256] = "";
+    if (strncmp(text, "Unable to parse", 15) == 0 && making.request != NULL && making.input[0] != '\0') {
+      /* infer adds an input before it reads its values, and generate afterwards. */
+      int type = making.data_type >= 0 && making.data_type < NUM_TYPES ? making.data_type : 0;
+      if (is_generate) snprintf(field, sizeof field, "; the faulty value comes after %s in the body", making.input);
+      else snprintf(field, sizeof field, "; %s: expected %s", making.input, EXPECTED[type]);
+    }
+    const char* hint = is_generate || strstr(text, "Shape does not match") == NULL ? MENDED[each].hint : "";
+    snprintf(said, sizeof said, "%.500s%s%s", text, field, hint);
+    if (code == INTERNAL) arrival.code = INVALID_ARG;
+    if (strstr(text, DECOUPLED) != NULL) end_arrival(); /* no request is made */
+    return error_new((int)arrival.code, said);
   }
   const char* name = text == NULL ? NULL : strstr(text, before);
   const char* end = name == NULL ? NULL : strchr(name + sizeof before - 1, '\'');
@@ -239,6 +282,7 @@ static Error* refusal(const char* name, const char* shape, const char* expected)
   char text[1024];
   snprintf(text, sizeof text, "%.256s: got the shape %s, expected %s", name, shape, expected);
   note("; refused");
+  arrival.code = INVALID_ARG;
   return error_new(INVALID_ARG, text);
 }
 
@@ -262,23 +306,75 @@ static Error* check_shape(const Request* request, const char* name, int data_typ
   return NULL;
 }
 
+/* Notes the code of an error of Triton's core, and returns the error. */
+static Error* with_code(Error* error) {
+  if (error != NULL && error_code != NULL) arrival.code = (unsigned)error_code(error);
+  return error;
+}
+
+/* The front ends call this before they make a request that must have one response. */
+Error* TRITONSERVER_ServerModelTransactionProperties(Server* server, const char* model, int64_t version,
+                                                     uint32_t* flags, void** pointer) {
+  begin_arrival(model);
+  is_generate = false;
+  Error* error = with_code(real_transaction_properties(server, model, version, flags, pointer));
+  if (error != NULL) end_arrival();
+  return error;
+}
+
+/* generate asks for the tensors of its model first. */
+Error* TRITONSERVER_ServerModelMetadata(Server* server, const char* model, int64_t version, void** metadata) {
+  is_generate = true;
+  Error* error = with_code(real_model_metadata(server, model, version, metadata));
+  if (error != NULL && is_http && is_post) {
+    begin_arrival(model);
+    with_code(error);
+    end_arrival();
+  }
+  return error;
+}
+
 Error* TRITONSERVER_InferenceRequestNew(Request** request, Server* server, const char* model, int64_t version) {
-  Error* error = real_request_new(request, server, model, version);
+  begin_arrival(model);
+  Error* error = with_code(real_request_new(request, server, model, version));
   output_is_text = false;
   making.request = error == NULL ? *request : NULL;
   making.server = server;
   making.version = version;
   making.slot = NULL;
+  making.input[0] = '\0';
   snprintf(making.model, sizeof making.model, "%s", model);
   begin_note(making.model);
-  if (error != NULL) note("; refused");
+  if (error != NULL) {
+    note("; refused");
+    end_arrival();
+  }
   return error;
+}
+
+Error* TRITONSERVER_ServerInferAsync(Server* server, Request* request, void* trace) {
+  Error* error = with_code(real_infer_async(server, request, trace));
+  if (request == making.request) {
+    making.request = NULL;
+    if (error == NULL) arrival.is_open = false;
+    else end_arrival();
+  }
+  return error;
+}
+
+Error* TRITONSERVER_InferenceRequestDelete(Request* request) {
+  if (request == making.request) {
+    making.request = NULL;
+    end_arrival();
+  }
+  return real_request_delete(request);
 }
 
 Error* TRITONSERVER_InferenceRequestSetId(Request* request, const char* id) {
   if (request == making.request && *id != '\0') {
     note(" id ");
     note(id);
+    snprintf(arrival.id, sizeof arrival.id, "%s", id);
   }
   return real_set_id(request, id);
 }
@@ -293,8 +389,12 @@ Error* TRITONSERVER_InferenceRequestAddInput(Request* request, const char* name,
     note(name);
     note(described);
   }
+  if (request == making.request) {
+    snprintf(making.input, sizeof making.input, "%s", name);
+    making.data_type = data_type;
+  }
   Error* error = check_shape(request, name, data_type, shape, num_dims, described);
-  return error != NULL ? error : real_add_input(request, name, data_type, shape, num_dims);
+  return error != NULL ? error : with_code(real_add_input(request, name, data_type, shape, num_dims));
 }
 
 Error* TRITONSERVER_InferenceResponseOutput(Response* response, uint32_t index, const char** name, int* data_type,
@@ -389,6 +489,10 @@ ssize_t readv(int file, const struct iovec* parts, int num_parts) {
   ssize_t count = real_readv(file, parts, num_parts);
   if (real_request_new == NULL || file < 0) return count;
   is_http = true;
+  if (count >= 5 && num_parts > 0 && parts[0].iov_len >= 5) {
+    if (memcmp(parts[0].iov_base, "POST ", 5) == 0) is_post = true;
+    else if (memcmp(parts[0].iov_base, "GET ", 4) == 0) is_post = false;
+  }
   ssize_t left = count;
   for (int part = 0; part < num_parts && left > 0; part++) {
     size_t size = (size_t)left < parts[part].iov_len ? (size_t)left : parts[part].iov_len;

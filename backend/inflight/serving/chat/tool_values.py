@@ -20,7 +20,8 @@ class Nesting:
 
     Args:
         depth: The depth at the beginning.
-        quotes: The quotation marks. Backslashes escape in strings if all have one character.
+        quotes: The quotation marks. If each is a single character, a backslash in a string escapes the
+            character after it.
     """
 
     def __init__(self, depth: int = 0, quotes: tuple[str, ...] = ('"',)) -> None:

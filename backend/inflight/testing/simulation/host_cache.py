@@ -143,7 +143,7 @@ class HostCache:
 def with_adapters(
     cache: HostCache, inputs: IterationInput, is_active: Callable[[int], bool]
 ) -> IterationInput:
-    """Return an iteration's input with the updates of `cache`, as `OwnInputs` makes it."""
+    """Add the updates of the adapter cache to an iteration's input, as `OwnInputs` does on a real engine."""
     for request_id in [i for i in (*cache._due, *cache._users) if not is_active(i)]:
         cache.forget(request_id)
     for request in inputs.new_requests:

@@ -31,8 +31,6 @@ _REPORT_EVERY_S = 10.0
 _NS_PER_S = 10**9
 _NS_PER_HOUR = 3600 * _NS_PER_S
 _MAX_SHOWN = 20  # failures
-
-
 _SERVERS = ("whole server", "server with several ranks")
 
 

@@ -151,8 +151,10 @@ class FakeStore:
 
 
 def draw_conversations(seed: int) -> Scenario:
-    """Draw many short requests with common beginnings that end inside of blocks, in a cache that is too small for
-    them: blocks are copied in part beside loads that evict others."""
+    """Draw many short requests, in a cache that is too small for them.
+
+    Their common beginnings end inside of blocks. So parts of blocks are copied, while loads evict other blocks.
+    """
     rng = random.Random(f"conversations {seed}")
     size, num_slots = rng.choice([4, 8]), rng.choice([3, 4, 6])
     histories = [tuple(rng.choices(range(20), k=4 * size)) for _ in range(rng.choice([2, 3, 4]))]
