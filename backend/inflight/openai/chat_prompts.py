@@ -18,6 +18,7 @@ from inflight.serving.chat.messages import PictureUrl, picture_urls
 from inflight.serving.chat.reasoning import ends_reasoning, opens_reasoning, starts_inside
 from inflight.serving.chat.reasoning_formats import find_reasoning_format
 from inflight.serving.chat.template import ChatTemplate
+from inflight.serving.chat.tool_format_table import find_tool_format
 from inflight.serving.chat.tool_guides import (
     forced_parser,
     forced_prefix,
@@ -91,6 +92,9 @@ def read_chat(model: ServingModel, body: ChatBody) -> ChatPrompt:
         text, is_inside = f"{text.rstrip()}{begin}\n\n{marks.end}\n\n", False
     if ends_reasoning(text, final, marked_by):
         reasoning_parser = ""
+    if tool_parser and (needed := find_tool_format(tool_parser).reasoning_parser):
+        # A forced call begins behind its own marker, without messages before it.
+        reasoning_parser = "" if choice.is_forced and not is_inside else needed
     token_bytes = model.token_bytes if reasoning_parser else ()
     return ChatPrompt(
         text,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from inflight.serving.chat.reasoning import reasoning_stream
 from inflight.serving.chat.tool_calls import tool_call_stream
 from inflight.serving.chat.tool_deltas import ChatDelta
 from inflight.serving.chat.tool_format_table import TOOL_FORMATS
@@ -104,6 +105,9 @@ def joined(
 ) -> tuple[str, list[dict[str, str]]]:
     """Return content and calls, joined from deltas like a client does."""
     stream = tool_call_stream(parser, forced, tools)
+    if parser and (before := TOOL_FORMATS[parser].reasoning_parser) and not forced:
+        reader = reasoning_stream(before, False)
+        parts = [*(reader.add(part)[1] for part in parts), reader.finish()[1]]
     deltas: list[ChatDelta] = [*(stream.add(part) for part in parts), stream.finish()]
     calls: list[dict[str, str]] = []
     for delta in deltas:

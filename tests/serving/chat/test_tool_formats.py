@@ -45,6 +45,7 @@ def rendered(parser: str, calls: list[Call]) -> str:
         compile_template(source),
         {
             "calls": [{"name": name, "arguments": values} for name, values in calls],
+            "ids": [f"functions.{name}:{index}" for index, (name, _) in enumerate(calls)],
             "python": repr,
             "bare": with_bare_keys,
         },
@@ -75,7 +76,8 @@ def test_a_template_is_detected_by_its_calls(parser: str) -> None:
         part = part[:begin] + bare + part[end:]
     source = (
         "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}"
-        "{% if m.tool_calls %}{% set calls = m.tool_calls | map(attribute='function') | list %}PART{% endif %}"
+        "{% if m.tool_calls %}{% set calls = m.tool_calls | map(attribute='function') | list %}"
+        "{% set ids = m.tool_calls | map(attribute='id') | list %}PART{% endif %}"
         "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
     ).replace("PART", part)
     template = ChatTemplate(TemplateFiles({"default": source}, {}, "test"))

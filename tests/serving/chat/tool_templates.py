@@ -20,9 +20,7 @@ def _xml(begin: str, middle: str, end: str) -> str:
     return f"{{% for k, v in c.arguments.items() %}}{begin}{{{{ k }}}}{middle}{_VALUE}{end}\n{{% endfor %}}"
 
 
-_QWEN = (
-    "<function={{ c.name }}>\n" + _xml("<parameter=", ">\n", "\n</parameter>") + "</function>\n"
-)  # Qwen 3 Coder, Seed-OSS
+_QWEN = "<function={{ c.name }}>\n" + _xml("<parameter=", ">\n", "\n</parameter>") + "</function>\n"
 _JSON = "{{ c.arguments | tojson }}"
 
 TOOL_TEMPLATES = {
@@ -48,8 +46,7 @@ TOOL_TEMPLATES = {
     "glm45": f"{_EACH}<tool_call>{{{{ c.name }}}}\n"
     + _xml("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>")
     + f"</tool_call>\n{_END}",
-    "kimi_k2": f"<|tool_calls_section_begin|>{_EACH}<|tool_call_begin|>functions.{{{{ c.name }}}}"
-    ":{{ loop.index0 }}"
+    "kimi_k2": f"<|tool_calls_section_begin|>{_EACH}<|tool_call_begin|>{{{{ ids[loop.index0] }}}}"
     f"<|tool_call_argument_begin|>{_JSON}<|tool_call_end|>{_END}<|tool_calls_section_end|>",
     "minimax_m2": f'<minimax:tool_call>\n{_EACH}<invoke name="{{{{ c.name }}}}">\n'
     + _xml('<parameter name="', '">', "</parameter>")
@@ -60,12 +57,14 @@ TOOL_TEMPLATES = {
     "gemma4": f"{_EACH}<|tool_call>call:{{{{ c.name }}}}{{{{ c.arguments | bare('<|\"|>') }}}}<tool_call|>{_END}",
     "functiongemma": f"{_EACH}<start_function_call>call:{{{{ c.name }}}}{{{{ c.arguments | bare('<escape>') }}}}"
     f"<end_function_call>{_END}",
-    "olmo3": f"<function_calls>{_EACH}{{{{ c.name }}}}({_KEYWORDS})\n{_END}</function_calls>",
+    "olmo3": f"<function_calls>\n{_EACH}{{{{ c.name }}}}({_KEYWORDS})\n{_END}</function_calls>",
     "lfm2": f"<|tool_call_start|>[{_EACH}{{{{ c.name }}}}({_KEYWORDS}){_COMMA}{_END}]<|tool_call_end|>",
     "jamba": f"<tool_calls>{_LIST}</tool_calls>",  # Jamba, Hunyuan, Apriel
     "smollm2": f"<tool_call>{_LIST}</tool_call>",
     "minimax": f"<tool_calls>\n{_EACH}{{{{ {_OBJECT} }}}}\n{_END}</tool_calls>",
-    "seed_oss": f"{_EACH}<seed:tool_call>\n{_QWEN}</seed:tool_call>\n{_END}",
+    "seed_oss": f"{_EACH}<seed:tool_call>\n<function={{{{ c.name }}}}>\n"
+    + _xml("<parameter=", ">", "</parameter>")
+    + f"</function>\n</seed:tool_call>\n{_END}",
     "internlm": f"{_EACH}<|action_start|><|plugin|>\n"
     f"{{{{ {{'name': c.name, 'parameters': c.arguments}} | tojson }}}}"
     f"<|action_end|>\n{_END}",
@@ -76,6 +75,8 @@ TOOL_TEMPLATES = {
     + f"</steptml:invoke><｜tool_call_end｜>\n{_END}<｜tool_calls_end｜>",
     "longcat": f"{_EACH}<longcat_tool_call>\n{{{{ {_OBJECT} }}}}\n</longcat_tool_call>\n{_END}",
     "functionary": f"{_EACH}<function={{{{ c.name }}}}>{_JSON}</function>{_END}",
+    "openai": f"{_EACH}<|start|>assistant to=functions.{{{{ c.name }}}}<|channel|>commentary json<|message|>{_JSON}"
+    f"<|call|>{_END}",
     "command_a": f"<|START_ACTION|>[{_EACH}\n    {{{{ {{'tool_call_id': '0', 'tool_name': c.name, "
     f"'parameters': c.arguments}} | tojson }}}}{_COMMA}{_END}\n]<|END_ACTION|>",
 }

@@ -6,9 +6,9 @@ Immutable. Standard library only; any thread.
 from __future__ import annotations
 
 from inflight.errors import InvalidArgument
+from inflight.serving.chat.channels import CALL_BEGIN, CALL_END, CALL_NAME_END
 from inflight.serving.chat.tool_formats import ArgumentStyle, ArgumentTags, Ids, ToolFormat
 
-_XML_TAGS = ArgumentTags('<parameter name="', '">', "</parameter>", pads=True)
 _QWEN_TAGS = ArgumentTags("<parameter=", ">", "</parameter>", pads=True)
 
 TOOL_FORMATS = {
@@ -123,7 +123,7 @@ TOOL_FORMATS = {
         call_begin='<invoke name="',
         name_end='">',
         call_end="</invoke>",
-        tags=_XML_TAGS,
+        tags=ArgumentTags('<parameter name="', '">', "</parameter>"),
         models="MiniMax M2",
     ),
     "granite": ToolFormat(
@@ -170,7 +170,7 @@ TOOL_FORMATS = {
         call_begin="<function=",
         name_end=">",
         call_end="</function>",
-        tags=_QWEN_TAGS,
+        tags=ArgumentTags("<parameter=", ">", "</parameter>"),
         models="Seed-OSS",
     ),
     "internlm": ToolFormat(
@@ -201,6 +201,15 @@ TOOL_FORMATS = {
         "</function>",
         name_end=">",
         models="Functionary 3.1, Llama 3.1 with own functions",
+    ),
+    "openai": ToolFormat(
+        CALL_BEGIN,
+        ArgumentStyle.JSON,
+        CALL_END,
+        name_end=CALL_NAME_END,
+        has_special_marker=True,
+        reasoning_parser="openai_gptoss",
+        models="gpt-oss",
     ),
     "command_a": ToolFormat(
         "<|START_ACTION|>",

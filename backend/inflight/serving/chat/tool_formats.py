@@ -74,6 +74,8 @@ class ToolFormat:
         ids: The form of ids that the model's template requires.
         has_special_marker: Whether `begin` is a special token, which a guide cannot require.
         pads: Text between the markers and the call that a guide requires.
+        reasoning_parser: Name of the reasoning format whose parser has to read the answer first, because it
+            passes calls on in this form; "": none.
         models: The models that write this format, for the documentation.
     """
 
@@ -95,6 +97,7 @@ class ToolFormat:
     ids: Ids = Ids.RANDOM
     has_special_marker: bool = False
     pads: str = ""
+    reasoning_parser: str = ""
     models: str = ""
 
     @property

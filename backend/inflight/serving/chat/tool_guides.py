@@ -109,7 +109,8 @@ def tool_guide(
         "begin": begin,
         "separator": f"{form.separator} " if form.separator.strip() else "\n",
         "end": end,
-        "only_one": choice.mode == "named" or not parallel,
+        # A model with channels ends its answer after a call.
+        "only_one": choice.mode == "named" or not parallel or bool(form.reasoning_parser),
     }
     return Guide(GuideKind.STRUCTURAL_TAG, json.dumps({"structures": structures, "sequence": sequence}))
 
