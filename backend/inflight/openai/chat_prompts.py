@@ -69,7 +69,7 @@ def read_chat(model: ServingModel, body: ChatBody) -> ChatPrompt:
     tool_parser = chosen_parser(model.options.tool_call_parser, template.style)
     guide = read_guide(body)
     if choice.is_forced:
-        tool_parser = forced_parser(tool_parser)
+        tool_parser = forced_parser(tool_parser, body.tools)
         if guide is not None:
             raise invalid(
                 "tool_choice", "tool_choice demands a call, which contradicts the body's response format"

@@ -28,7 +28,7 @@ def write_calls(parser: str, calls: Sequence[Call], indent: int | None = None) -
     """Return calls as a model writes them in a format."""
     form = TOOL_FORMATS[parser]
     begin = form.begin if form.needs_marker else ""
-    if not (form.is_list or form.separator or form.call_begin):
+    if form.has_own_markers or not (form.is_list or form.separator or form.call_begin):
         return "\n".join(
             f"{begin}{form.pads}{_write_call(form, call, indent)}{form.pads}{form.end}" for call in calls
         )

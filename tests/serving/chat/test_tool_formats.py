@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ CALLS: list[Call] = [
 ]
 
 
-def rendered(parser: str, calls: list[Call]) -> str:
+def rendered(parser: str, calls: list[Call], in_python: Callable[[Any], str] = repr) -> str:
     """Render calls by a template's part. Values in Python's syntax and with bare keys are written here."""
     source = TOOL_TEMPLATES[parser].replace("v | python", "python(v)")
     source = source.replace("c.arguments | bare(", "bare(c.arguments, ")
@@ -46,7 +47,7 @@ def rendered(parser: str, calls: list[Call]) -> str:
         {
             "calls": [{"name": name, "arguments": values} for name, values in calls],
             "ids": [f"functions.{name}:{index}" for index, (name, _) in enumerate(calls)],
-            "python": repr,
+            "python": in_python,
             "bare": with_bare_keys,
         },
     )

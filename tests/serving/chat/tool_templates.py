@@ -1,6 +1,8 @@
 """How chat templates of model families write tool calls.
 
-Written from memory of the published templates, not copied. `c` is a call's function, `calls` are all of them.
+Not copied, and compared with the published templates of gpt-oss, Gemma 4, Kimi K2, MiniMax M1 and M2, Seed-OSS,
+DeepSeek V3.1 and V3.2, GLM 4.6, Step 3.7, LFM 2.5, Nemotron Nano 2, Apriel 1.5, Hunyuan A13B, Command R7B, OLMo 3,
+InternLM 2 and xLAM. `c` is a call's function, `calls` are all of them, and `ids` are their ids.
 """
 
 from __future__ import annotations
@@ -75,8 +77,8 @@ TOOL_TEMPLATES = {
     + f"</steptml:invoke><｜tool_call_end｜>\n{_END}<｜tool_calls_end｜>",
     "longcat": f"{_EACH}<longcat_tool_call>\n{{{{ {_OBJECT} }}}}\n</longcat_tool_call>\n{_END}",
     "functionary": f"{_EACH}<function={{{{ c.name }}}}>{_JSON}</function>{_END}",
-    "openai": f"{_EACH}<|start|>assistant to=functions.{{{{ c.name }}}}<|channel|>commentary json<|message|>{_JSON}"
-    f"<|call|>{_END}",
+    "openai": f"{_EACH}<|start|>assistant to=functions.{{{{ c.name }}}}<|channel|>commentary "
+    f"json<|message|>{_JSON}<|call|>{_END}",
     "command_a": f"<|START_ACTION|>[{_EACH}\n    {{{{ {{'tool_call_id': '0', 'tool_name': c.name, "
     f"'parameters': c.arguments}} | tojson }}}}{_COMMA}{_END}\n]<|END_ACTION|>",
 }

@@ -2,7 +2,8 @@
 
 An answer is a sequence of messages, each with a header:
 
-    <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>commentary to=functions.f json<|message|>{…}<|call|>
+    <|channel|>analysis<|message|>…<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.f json<|message|>{…}<|call|>
 
 Messages of the channel `analysis` are reasoning. Messages to a function are calls, whose headers have several
 forms; they are passed on in one form, that of `tool_format_table.py`. All others are content. There is one

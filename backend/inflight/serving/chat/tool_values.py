@@ -81,7 +81,10 @@ def read_python(text: str) -> dict[str, Any] | None:
 
 
 def _with_underscore(found: re.Match[str]) -> str:
-    return f"_{found[1]}" if found[1] else found[0].replace("\n", "\\n")
+    if found[1]:
+        return f"_{found[1]}"
+    text = read_json(found[0]) if found[0][0] == '"' else None  # JSON has escapes that Python does not have
+    return found[0].replace("\n", "\\n") if text is None else repr(text)
 
 
 def _argument(keyword: ast.keyword) -> str:
