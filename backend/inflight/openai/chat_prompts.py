@@ -74,8 +74,9 @@ def read_chat(model: ServingModel, body: ChatBody) -> ChatPrompt:
             raise invalid(
                 "tool_choice", "tool_choice demands a call, which contradicts the body's response format"
             )
+        waits = is_inside and body.thinking_token_budget is None
         guide = tool_guide(
-            body.tools, body.tool_choice, tool_parser, body.parallel_tool_calls, is_inside, marks.end
+            body.tools, body.tool_choice, tool_parser, body.parallel_tool_calls, waits, marks.end
         )
         text += forced_prefix(tool_parser, is_inside)
     elif choice.mode == "none":
@@ -86,7 +87,9 @@ def read_chat(model: ServingModel, body: ChatBody) -> ChatPrompt:
             f"tools: {template.unknown_calls()}: start the server with --tool-call-parser, or send tool_choice "
             '"required" or "none"',
         )
-    if not choice.is_forced and guide is not None and is_inside:
+    if body.thinking_token_budget is not None:
+        guide = _budgeted(body.thinking_token_budget, reasoning_parser, is_inside, guide)
+    elif not choice.is_forced and guide is not None and is_inside:
         # A guide applies to all generated text, so the reasoning must end in the prompt.
         begin = "" if opens_reasoning(text, final, marked_by) else marks.begin
         text, is_inside = f"{text.rstrip()}{begin}\n\n{marks.end}\n\n", False
@@ -107,6 +110,17 @@ def read_chat(model: ServingModel, body: ChatBody) -> ChatPrompt:
         pictures,
         body.tools,
     )
+
+
+def _budgeted(max_tokens: int, parser: str, is_inside: bool, guide: Guide | None) -> Guide | None:
+    """Return the guide of an answer whose reasoning has at most this number of tokens."""
+    if not parser:
+        raise unsupported("thinking_token_budget", "thinking_token_budget: this model has no reasoning")
+    if guide is not None and not is_inside:
+        return guide  # the answer begins without reasoning
+    marks = find_reasoning_format(parser)
+    begin = "" if is_inside else marks.begin
+    return Guide.behind_reasoning(begin, marks.end, max_tokens, guide)
 
 
 def _pictures(model: ServingModel, body: ChatBody) -> Sequence[PictureUrl]:

@@ -167,6 +167,8 @@ def _thinking(model: ServingModel, body: CountTokensBody) -> dict[str, Any]:
     is_enabled, has_tools = thinking.type == "enabled", bool(body.tools)
     switches = [name for name in _THINKING_SWITCHES if template.reads(name, has_tools)]
     fields["chat_template_kwargs"] = dict.fromkeys(switches, is_enabled)
+    if model.reasoning_parser():
+        fields["thinking_token_budget"] = thinking.budget_tokens
     if not is_enabled:  # a model that reasons nevertheless shows nothing of it
         fields["include_reasoning"] = False
     elif not switches and not model.reasoning_parser():

@@ -13,11 +13,15 @@ ChannelStream for each text; it is used by one thread at a time.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from inflight.serving.chat.held_text import HeldText, overlap
 
 CALL_BEGIN, CALL_NAME_END, CALL_END = "<|channel|>commentary to=functions.", "<|message|>", "<|call|>"
 """The texts of calls in the form in which they are passed on."""
+
+SEPARATOR = "\n\n"
+"""The text between two messages of one kind."""
 
 _LONGEST_HEADER = 1024
 _HEADER_END, _START, _END = "<|message|>", "<|start|>", "<|end|>"
@@ -55,9 +59,20 @@ class ChannelStream:
 
     def add(self, text: str) -> tuple[str, str]:
         """Append text; return (reasoning, content): the parts that are certain now."""
+        parts = list(self.parts(text))
+        return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
+
+    def parts(self, text: str) -> Iterator[tuple[str, str]]:
+        """Append text; yield (reasoning, content) of each message, in the order of the text."""
         self._text += text
-        while self._between() if self._kind == "between" else self._inside():
-            pass
+        while True:
+            is_further = self._between() if self._kind == "between" else self._inside()
+            if self._kind == "between" or not is_further:
+                yield self._take()
+            if not is_further:
+                return
+
+    def _take(self) -> tuple[str, str]:
         content, self._content = self._content, ""
         return self._reasoning.take(), content
 
@@ -78,8 +93,7 @@ class ChannelStream:
         elif self._kind == "call":
             rest = rest.removesuffix(_END)
         self._pass(rest)
-        content, self._content = self._content, ""
-        return self._reasoning.take(), content
+        return self._take()
 
     @property
     def is_in_reasoning(self) -> bool:
@@ -124,10 +138,10 @@ class ChannelStream:
         elif channel is not None and channel[1] == "analysis":
             self._open("reasoning")
             if self._has_reasoning:
-                self._reasoning.add("\n\n")
+                self._reasoning.add(SEPARATOR)
         else:
             self._open("final")
-            self._content += "\n\n" if self._has_content else ""
+            self._content += SEPARATOR if self._has_content else ""
         return True
 
     def _open(self, kind: str) -> bool:

@@ -7,7 +7,7 @@ from the rest of the answer. There is one parser for each text; it is used by on
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from inflight.serving.chat.channels import ChannelStream
@@ -103,6 +103,10 @@ class ReasoningStream:
         if self._place == "inside":
             self._inside()
         return self._reasoning.take(), self._content() if self._place == "after" else ""
+
+    def parts(self, text: str) -> Iterator[tuple[str, str]]:
+        """Append text; yield (reasoning, content) in the order of the text: content follows all reasoning."""
+        yield self.add(text)
 
     def finish(self, is_cut: bool = False) -> tuple[str, str]:
         """End the text; return (reasoning, content): the remaining parts.
