@@ -77,7 +77,7 @@ class ReasoningGuide:
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
+class _ReasoningState:
     """How far a text has come.
 
     Attributes:
@@ -105,7 +105,7 @@ class ReasoningMatcher:
         self._guide = guide
         self._tokens = tokens
         self.answer = answer
-        first = _State("before") if guide.begin else self._inside(_State("inside"))
+        first = _ReasoningState("before") if guide.begin else self._inside(_ReasoningState("inside"))
         self._states = [first]
 
     @property
@@ -114,7 +114,7 @@ class ReasoningMatcher:
         return self._guide.end
 
     @property
-    def state(self) -> _State:
+    def state(self) -> _ReasoningState:
         """The state behind the last token."""
         return self._states[-1]
 
@@ -142,41 +142,41 @@ class ReasoningMatcher:
         forked._states = [*self._states]
         return forked
 
-    def _next(self, token_id: int) -> _State:
+    def _next(self, token_id: int) -> _ReasoningState:
         """Return the state behind one more token."""
         state, guide = self.state, self._guide
         added = self._tokens[token_id] if token_id < len(self._tokens) else b""
         if state.place == "before":
             text = (state.text + added).lstrip()
             if text.startswith(guide.begin):
-                return self._inside(_State("inside", text[len(guide.begin) :]))
-            return _State("before" if guide.begin.startswith(text) else "after", text)
+                return self._inside(_ReasoningState("inside", text[len(guide.begin) :]))
+            return _ReasoningState("before" if guide.begin.startswith(text) else "after", text)
         if state.place == "inside":
-            return self._inside(_State("inside", state.text + added, state.count + 1))
+            return self._inside(_ReasoningState("inside", state.text + added, state.count + 1))
         if state.place == "closing":
             if not added or not state.text.startswith(added):
                 raise refusal(f"the reasoning has reached its budget, and token {token_id} does not end it")
             rest = state.text[len(added) :]
-            return _State("closing", rest) if rest else self._behind()
+            return _ReasoningState("closing", rest) if rest else self._behind()
         is_space = state.place == "space" and added in _SPACES and len(state.text + added) <= _MAX_SPACE
         if is_space:
-            return _State("space", state.text + added)
+            return _ReasoningState("space", state.text + added)
         if self.answer is not None:
             self.answer.consume((token_id,))
-        return _State("after")
+        return _ReasoningState("after")
 
-    def _inside(self, state: _State) -> _State:
+    def _inside(self, state: _ReasoningState) -> _ReasoningState:
         """Return the state, or the one that follows if the reasoning ends here."""
         end = self._guide.end
         if end in state.text:
             return self._behind()
         known = next(size for size in range(len(end) - 1, -1, -1) if state.text.endswith(end[:size]))
         if state.count >= self._guide.max_tokens:
-            return _State("closing", end[known:])
+            return _ReasoningState("closing", end[known:])
         return replace(state, text=end[:known])
 
-    def _behind(self) -> _State:
-        return _State("after" if self.answer is None else "space")
+    def _behind(self) -> _ReasoningState:
+        return _ReasoningState("after" if self.answer is None else "space")
 
 
 class ReasoningBackend:
