@@ -30,6 +30,8 @@ _ALL = -1
 """A word of a mask that allows every token."""
 _MAX_SPACE = 2
 """Characters of white space allowed between `end` and an answer with a guide."""
+_ANY_SPACE = b"  \n\n "
+"""A text that has all of _SPACES."""
 _SPACES = (b" ", b"\n", b"  ", b" \n", b"\n ", b"\n\n")
 
 
@@ -190,7 +192,8 @@ class ReasoningBackend:
     def __init__(self, library: GuideBackend, vocabulary: GuideVocabulary) -> None:
         self._library = library
         self._vocabulary = vocabulary
-        self._ids_of = cache(self._find_ids)
+        self._ids_within = cache(self._find_within)
+        self._with_byte = cache(self._find_with_byte)
         self._banned = cache(self._find_banned)
 
     def compile(self, guide: Guide) -> bytes:
@@ -203,6 +206,9 @@ class ReasoningBackend:
         """Make a matcher."""
         if (own := ReasoningGuide.read(guide)) is None:
             return self._library.load(guide, compiled)
+        self._ids_within(own.end)  # searched here and not on the loop thread
+        self._ids_within(_ANY_SPACE)
+        self._with_byte(own.end[-1])
         answer = None if own.answer is None else self._library.load(own.answer, compiled)
         return ReasoningMatcher(own, self._vocabulary.tokens, answer)
 
@@ -215,21 +221,23 @@ class ReasoningBackend:
                 asked.append(index)
             else:
                 self._fill_reasoning(matcher, masks[job.row])
-        errors = self._library.fill([_of_library(jobs[index]) for index in asked], masks) if asked else {}
+        if not asked:
+            return {}
+        errors = self._library.fill([_of_library(jobs[index]) for index in asked], masks)
         for index in asked:
             matcher = jobs[index].matcher
             if isinstance(matcher, ReasoningMatcher) and matcher.state.place == "space":
                 for space in _SPACES:
                     if len(matcher.state.text + space) <= _MAX_SPACE:
-                        _allow(masks[jobs[index].row], self._ids_of(space))
+                        _allow(masks[jobs[index].row], self._ids_within(_ANY_SPACE).get(space, ()))
         return {asked[place]: error for place, error in errors.items()}
 
     def _fill_reasoning(self, matcher: ReasoningMatcher, mask: NDArray[np.int32]) -> None:
         state = matcher.state
         if state.place == "closing":
             mask[:] = 0
-            sizes = range(len(state.text), 0, -1)
-            _allow(mask, next((found for size in sizes if (found := self._ids_of(state.text[:size]))), ()))
+            ids, sizes = self._ids_within(matcher.guide_end), range(len(state.text), 0, -1)
+            _allow(mask, next((ids[begin] for size in sizes if (begin := state.text[:size]) in ids), ()))
             return
         mask[:] = _ALL
         if (
@@ -237,19 +245,27 @@ class ReasoningBackend:
         ):  # tokens that end the text, or begin the answer in the reasoning's last one
             _forbid(mask, (self._vocabulary.end_id, *self._banned(matcher.guide_end, len(state.text))))
 
-    def _find_ids(self, text: bytes) -> tuple[int, ...]:
-        """Return the ids of the tokens with exactly these bytes."""
-        return tuple(index for index, token in enumerate(self._vocabulary.tokens) if token == text)
+    def _find_within(self, text: bytes) -> Mapping[bytes, tuple[int, ...]]:
+        """Return the ids of the tokens that are a part of a text, by their bytes."""
+        found: dict[bytes, tuple[int, ...]] = {}
+        for index, token in enumerate(self._vocabulary.tokens):
+            if token and token in text:
+                found[token] = (*found.get(token, ()), index)
+        return found
+
+    def _find_with_byte(self, byte: int) -> tuple[int, ...]:
+        """Return the ids of the tokens that have a byte."""
+        return tuple(index for index, token in enumerate(self._vocabulary.tokens) if byte in token)
 
     def _find_banned(self, end: bytes, known: int) -> tuple[int, ...]:
         """Return the tokens with text behind `end`, of which the first `known` bytes are generated already."""
-        rest = end[known:]
-        return tuple(
-            index
-            for index, token in enumerate(self._vocabulary.tokens)
-            if (token.startswith(rest) and len(token) > len(rest))
-            or (end in token and not token.endswith(end))
-        )
+        rest, found = end[known:], list[int]()
+        for index in self._with_byte(end[-1]):
+            token = self._vocabulary.tokens[index]
+            goes_on = token.startswith(rest) and len(token) > len(rest)
+            if goes_on or (end in token and not token.endswith(end)):
+                found.append(index)
+        return tuple(found)
 
 
 def _of_library(job: MaskJob) -> MaskJob:
