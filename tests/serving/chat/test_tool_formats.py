@@ -15,7 +15,7 @@ from inflight.serving.chat.template_environment import compile_template, render_
 from inflight.serving.chat.template_files import TemplateFiles
 from inflight.serving.chat.tool_format_table import TOOL_CALL_PARSERS, TOOL_FORMATS
 from inflight.serving.chat.tool_formats import ArgumentStyle
-from inflight.serving.chat.tool_values import read_python, read_tagged
+from inflight.serving.chat.tool_values import read_bare_keys, read_python, read_tagged
 from tests.serving.chat.answers import Answer, Call, joined, read, tools_of, with_bare_keys, write_calls
 from tests.serving.chat.tool_templates import TOOL_TEMPLATES
 from tests.tiers import examples
@@ -141,6 +141,13 @@ def test_values_between_tags_have_the_types_of_the_schema() -> None:
     ]
     for text, schema, value in cases:
         assert json.dumps(read_tagged(text, schema)) == json.dumps(value), (text, schema)
+
+
+def test_bare_keys_may_have_values_as_the_template_of_gemma_writes_them() -> None:
+    text = '{a:None,b:[True,false],c:<|"|>None<|"|>,d:{e:1.5}}'
+    wanted = {"a": None, "b": [True, False], "c": "None", "d": {"e": 1.5}}
+    assert read_bare_keys(text, '<|"|>') == wanted
+    assert read_bare_keys("{a:Nothing}", '<|"|>') is None
 
 
 def test_python_calls_may_have_json_names_keywords_and_line_ends() -> None:

@@ -2,7 +2,7 @@
 
 Not copied, and compared with the published templates of gpt-oss, Gemma 4, Kimi K2, MiniMax M1 and M2, Seed-OSS,
 DeepSeek V3.1 and V3.2, GLM 4.6, Step 3.7, LFM 2.5, Nemotron Nano 2, Apriel 1.5, Hunyuan A13B, Command R7B, OLMo 3,
-InternLM 2 and xLAM. `c` is a call's function, `calls` are all of them, and `ids` are their ids.
+InternLM 2, Functionary 3.1 and xLAM. `c` is a call's function, `calls` are all of them, and `ids` are their ids.
 """
 
 from __future__ import annotations
@@ -72,10 +72,13 @@ TOOL_TEMPLATES = {
     f"<|action_end|>\n{_END}",
     "nemotron": f"<TOOLCALL>{_LIST}</TOOLCALL>",
     "step3": f"<｜tool_calls_begin｜>\n{_EACH}<｜tool_call_begin｜>function<｜tool_sep｜>"
-    '<steptml:invoke name="{{ c.name }}">'
+    '<steptml:invoke name="{{ c.name }}">\n'
     + _xml('<steptml:parameter name="', '">', "</steptml:parameter>")
     + f"</steptml:invoke><｜tool_call_end｜>\n{_END}<｜tool_calls_end｜>",
     "longcat": f"{_EACH}<longcat_tool_call>\n{{{{ {_OBJECT} }}}}\n</longcat_tool_call>\n{_END}",
+    "longcat_xml": f"{_EACH}<longcat_tool_call>{{{{ c.name }}}}\n"
+    + _xml("<longcat_arg_key>", "</longcat_arg_key>\n<longcat_arg_value>", "</longcat_arg_value>")
+    + f"</longcat_tool_call>\n{_END}",
     "functionary": f"{_EACH}<function={{{{ c.name }}}}>{_JSON}</function>{_END}",
     "openai": f"{_EACH}<|start|>assistant to=functions.{{{{ c.name }}}}<|channel|>commentary "
     f"json<|message|>{_JSON}<|call|>{_END}",

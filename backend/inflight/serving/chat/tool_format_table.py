@@ -209,6 +209,18 @@ TOOL_FORMATS = {
     "longcat": ToolFormat(
         "<longcat_tool_call>", end="</longcat_tool_call>", pads="\n", models="LongCat-Flash"
     ),
+    "longcat_xml": ToolFormat(
+        "<longcat_tool_call>",
+        ArgumentStyle.TAGS,
+        "</longcat_tool_call>",
+        tags=ArgumentTags(
+            "<longcat_arg_key>",
+            "</longcat_arg_key>",
+            "</longcat_arg_value>",
+            value_begin="<longcat_arg_value>",
+        ),
+        models="later LongCat models",
+    ),
     "functionary": ToolFormat(
         "<function=",
         ArgumentStyle.JSON,

@@ -119,9 +119,16 @@ def read_bare_keys(text: str, quote: str) -> dict[str, Any] | None:
     """Return the value of an object such as `{key:<|"|>text<|"|>}`; None if it is invalid."""
     parts = text.split(quote)
     for index, part in enumerate(parts):
-        parts[index] = json.dumps(part) if index % 2 else _BARE_KEY.sub(r'\1"\2":', part)
+        parts[index] = json.dumps(part) if index % 2 else _without_bare_words(part)
     found = read_json("".join(parts))
     return cast(dict[str, Any], found) if isinstance(found, dict) else None
+
+
+def _without_bare_words(text: str) -> str:
+    """Return a part outside of texts with quotation marks around keys, and with JSON's names of values."""
+    return _PYTHON_NAME.sub(
+        lambda found: json.dumps(_PYTHON_NAMES[found[0]]), _BARE_KEY.sub(r'\1"\2":', text)
+    )
 
 
 def read_tagged(text: str, schema: Mapping[str, Any] | None) -> Any:
@@ -190,4 +197,5 @@ _NAMES: dict[str, Any] = {"true": True, "false": False, "null": None}
 _STRING_OR_NAME = re.compile(
     r'"(?:\\.|[^"\\])*"|' + r"'(?:\\.|[^'\\])*'" + r"|\b([A-Za-z_]\w*)(?=\s*=)", re.DOTALL
 )
+_PYTHON_NAME = re.compile(r"(?<=[:\[,])(?:None|True|False)(?=[,\]}]|\Z)")
 _BARE_KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:\"]+)\s*:")
