@@ -247,13 +247,17 @@ def tool_calls(data: bytes) -> None:
     assert whole[1] or is_cut or whole[0] == text
 
 
+_CHANNELS = ("<|start|>", "<|channel|>", "<|message|>", "<|call|>", "commentary to=functions.f", "final")
+
+
 def reasoning(data: bytes) -> None:
     """An answer of a model, by every parser of reasoning: its pieces do not change what is found."""
     choices = Choices(data)
     parser = REASONING_PARSERS[choices.below(len(REASONING_PARSERS))]
     begins_inside, is_cut = bool(choices.below(2)), bool(choices.below(2))
     form = REASONING_FORMATS[parser]
-    text = _answer(choices, (form.begin, form.end, *form.skipped))
+    marks = (*_CHANNELS, form.begin) if form.has_channels else (form.begin, form.closing)
+    text = _answer(choices, (*marks, form.end, *form.skipped))
 
     def parsed(parts: list[str]) -> tuple[str, str]:
         stream = reasoning_stream(parser, begins_inside)

@@ -13,9 +13,10 @@ from inflight.core.request.guide import Guide, GuideKind
 from inflight.core.request.stop import FinishReason
 from inflight.errors import InvalidArgument
 from inflight.guided.backend import GuideBackend
+from inflight.serving.chat.argument_fields import is_writable
 from inflight.serving.chat.reasoning import reasoning_stream
 from inflight.serving.chat.tool_format_table import TOOL_CALL_PARSERS, TOOL_FORMATS
-from inflight.serving.chat.tool_guides import forced_prefix, tool_guide
+from inflight.serving.chat.tool_guides import forced_parser, forced_prefix, tool_guide
 from tests.engine.serving import config_of, serve
 from tests.guided.at_random import make_schema
 from tests.guided.factories import (
@@ -28,7 +29,8 @@ from tests.guided.factories import (
     tiny_vocabulary,
 )
 from tests.models.zoo import Zoo
-from tests.serving.chat.answers import Answer, read, write_calls
+from tests.serving.chat.answers import Answer, Call, read, write_calls
+from tests.serving.chat.test_tool_formats import rendered
 from tests.tiers import with_all
 
 # The tiny vocabulary has ASCII only.
@@ -176,6 +178,119 @@ def test_a_tool_guide_allows_exactly_the_calls_of_its_tools(name: str, parser: s
         "Is it <tool_call>? [1] </thin",
         (call, call),
     )
+
+
+WRITTEN_PARSERS = tuple(
+    name for name, form in TOOL_FORMATS.items() if is_writable(form) and form.begin.isascii()
+)
+TRIP = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "description": "a city"},
+        "days": {"type": "integer", "minimum": 1},
+        "tags": {"type": "array", "items": {"$ref": "#/$defs/Tag"}, "maxItems": 2},
+        "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "kind": {"enum": [1, None]},
+    },
+    "required": ["days"],
+    "$defs": {"Tag": {"enum": ["a", "b]"]}},
+}
+
+
+def trips() -> list[dict[str, Any]]:
+    functions = [
+        {"name": "trip", "parameters": TRIP},
+        {"name": "now"},
+        {"name": "all", "parameters": {**TRIP, "required": list(TRIP["properties"])}},
+        {"name": "any", "parameters": {**TRIP, "required": []}},
+    ]
+    return [{"type": "function", "function": each} for each in functions]
+
+
+@pytest.mark.parametrize("name", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize("parser", WRITTEN_PARSERS)
+def test_arguments_that_are_not_json_are_forced_as_templates_write_them(name: str, parser: str) -> None:
+    if name == "xgrammar":
+        pytest.importorskip("xgrammar", reason="the other library is not installed")
+    backend, tools = tiny_backend(name), trips()
+
+    def text(*calls: Call) -> str:
+        return rendered(parser, list(calls), json.dumps).removeprefix(forced_prefix(parser)).rstrip()
+
+    assert forced_parser(parser, tools) == parser
+    required = tool_guide(tools, "required", parser)
+    only = tool_guide(tools, named("trip"), parser)
+    assert required and only
+    valid: list[Call] = [
+        ("trip", {"days": 3}),
+        ("trip", {"city": "x (y) </b>", "days": 12}),
+        ("trip", {"days": 3, "tags": ["b]", "a"], "note": "two, lines"}),
+        ("trip", {"city": "12", "days": 1, "tags": [], "note": None, "kind": None}),
+        ("now", {}),
+        ("all", {"city": "", "days": 1, "tags": [], "note": "", "kind": 1}),
+        ("any", {}),
+        ("any", {"kind": 1}),
+    ]
+    for call in valid:
+        assert allows(backend, required, text(call)), call
+        assert read(parser, [text(call)], forced=True, tools=tools).calls == (call,)
+        assert allows(backend, only, text(call)) is (call[0] == "trip")
+    assert allows(backend, required, text(*valid[:3]))
+    assert not allows(backend, only, text(valid[0], valid[0]))
+    invalid: list[Call] = [
+        ("trip", {}),
+        ("trip", {"days": 0}),
+        ("trip", {"days": "3 days"}),
+        ("trip", {"days": 3, "tags": ["c"]}),
+        ("trip", {"days": 3, "other": 1}),
+        ("all", {"days": 1}),
+        ("unknown", {}),
+    ]
+    for call in invalid:
+        assert not allows(backend, required, text(call)), call
+
+
+@pytest.mark.parametrize("parser", WRITTEN_PARSERS)
+def test_calls_of_a_random_model_that_are_not_json_are_valid(zoo: Zoo, parser: str) -> None:
+    model = zoo["llama-gqa"]
+    numbers = {name: each for name, each in TRIP["properties"].items() if name not in ("city", "note")}
+    short = {"type": "object", "properties": numbers, "required": ["kind"], "$defs": TRIP["$defs"]}
+    tools = [{"type": "function", "function": {"name": "trip", "parameters": short}}, *trips()[1:2]]
+    guide = tool_guide(tools, "required", parser)
+    requests = [
+        make_request(n, model.prompt(4, n), guide, num_tokens=250, sampling={"temperature": 0.7})
+        for n in range(1, 5)
+    ]
+    engine = load(model.folder, 2048, 40, make_grammars=lambda size: tiny_grammars(size, "llguidance"))
+    served = serve(engine, config_of("no-evict"), requests, per_iteration=8)
+    for request in requests:
+        result = served.result(request.request_id)
+        if result.finish_reasons[0] is FinishReason.END_ID:
+            text = text_of(tiny_vocabulary(), served.tokens(request.request_id))
+            check(tools, read(parser, [text], forced=True, tools=tools))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "pattern": "a+"},
+        {"type": "string", "maxLength": 3},
+        {"enum": ["1", 1]},
+        {"enum": ["a", "b"]},
+        {"$ref": "#/$defs/Name"},
+        {"oneOf": [{"type": "string"}, {"type": "integer"}]},
+        {"type": ["string", "integer"], "minimum": 3},
+    ],
+)
+def test_schemas_that_tags_cannot_express_are_forced_in_json(schema: dict[str, Any]) -> None:
+    parameters = {"type": "object", "properties": {"a": schema}, "$defs": {"Name": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    assert forced_parser("qwen3_coder", tools) == "json" and forced_parser("lfm2", tools) == "lfm2"
+    for broken in ({"minProperties": 1}, {"required": ["b"]}, {"properties": {"a b": {}}}):
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {**parameters, **broken}}}]
+        assert forced_parser("lfm2", tools) == "json"
+    for parser in ("gemma4", ""):
+        assert forced_parser(parser, []) == "json"
 
 
 @pytest.mark.parametrize(

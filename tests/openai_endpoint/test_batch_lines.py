@@ -80,6 +80,17 @@ def test_a_line_has_at_most_a_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -
     assert found.value.error_code == "line_too_long" and file.tell() == 2 * (len(GOOD) + 1)
 
 
+def test_files_of_other_systems_are_read() -> None:
+    """A byte order mark, line ends of Windows, empty lines, and no end of the last line."""
+    line = json.dumps(LINE).encode()
+    other = json.dumps({**LINE, "custom_id": "b"}).encode()
+    raw = b"\xef\xbb\xbf" + line + b"\r\n\r\n  \r\n" + other
+    assert [each.custom_id for each in read_requests(io.BytesIO(raw))] == [LINE["custom_id"], "b"]
+    for odd in (b'{"custom_id": "\xff"}', b"[" * 200_000, b"\x00" * 10, line + b"\xef\xbb\xbf"):
+        with pytest.raises(BadBatchLine, match="line 1: not JSON"):
+            list(read_requests(io.BytesIO(odd)))
+
+
 def test_a_custom_id_may_have_512_characters() -> None:
     (request,) = read({**LINE, "custom_id": "é" * 512})
     assert request.custom_id == "é" * 512

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import json
 import subprocess
@@ -23,9 +24,10 @@ from inflight.build import build_engine
 from inflight.core.ports import EngineClient
 from inflight.core.request.sleep import SleepAction
 from inflight.errors import ConfigError
-from inflight.openai.batches.folder import ENTRY_BYTES, BatchFolder
+from inflight.openai.batches.folder import ENTRY_BYTES, BatchFolder, FileRecord
 from inflight.openai.batches.jobs import BatchJobs
-from inflight.openai.batches.lines import BatchAnswer, BatchRequest
+from inflight.openai.batches.lines import BatchAnswer, BatchRequest, answer_line
+from inflight.openai.batches.record import BatchRecord
 from inflight.testing.fake_server import load_fake
 from tests.openai_endpoint.scripted import ScriptedEngine
 from tests.openai_endpoint.serving import DEMO, DEMO_VOCABULARY, PATIENCE_S, fake_engine, served
@@ -389,6 +391,85 @@ def test_what_a_killed_process_left_is_removed_or_continued(tmp_path: Path) -> N
     asyncio.run(second(batch_id))
     assert sorted(asked) == ["r1", "r2", "r3"]
     assert not (tmp_path / "file-upload.jsonl").exists() and not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.parametrize("fault", ["torn", "gone", "no record"])
+def test_a_batch_ends_when_its_files_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """A disk that is full in the middle of a line, files that somebody removes, and a record without room."""
+
+    async def send(owner: bytes, request: BatchRequest) -> BatchAnswer:
+        if fault == "gone":
+            for path in tmp_path.glob("file-*"):
+                path.unlink()
+        return BatchAnswer(200, "", {"text": "x" * 100})
+
+    def torn(custom_id: str, answer: BatchAnswer) -> bytes:
+        line = whole(custom_id, answer)
+        if custom_id != "r2":
+            return line
+        output = next(path for path in tmp_path.glob("file-*.jsonl") if b"batch_req_" in path.read_bytes())
+        with output.open("ab") as file:
+            file.write(line[:50])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def full(name: str, record: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def run() -> None:
+        folder = BatchFolder(tmp_path, 1 << 20)
+        jobs = BatchJobs(folder, send, 1)
+        jobs.start()
+        with folder.open_to_append("file-in") as file:
+            file.write(lines([completion(number) for number in range(4)]))
+        folder.grow(ENTRY_BYTES)
+        batch = jobs.create(folder.publish("file-in", "", "in", "batch"), COMPLETIONS, "24h", None)
+        if fault == "torn":
+            monkeypatch.setattr("inflight.openai.batches.jobs.answer_line", torn)
+        elif fault == "no record":
+            monkeypatch.setattr(folder, "write_record", full)
+        while jobs.num_unfinished:
+            await asyncio.sleep(0.001)
+        assert batch.status == "failed" and batch.problems[-1].code == "server_error"
+        if fault == "torn":
+            kept = [json.loads(line) for line in folder.content(batch.output_id).read_text().splitlines()]
+            assert [line["custom_id"] for line in kept] == ["r0", "r1"] and batch.has_output
+        await jobs.close()
+
+    whole = answer_line
+    asyncio.run(run())
+
+
+def test_a_batch_that_cannot_begin_takes_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def send(owner: bytes, request: BatchRequest) -> BatchAnswer:
+        return BatchAnswer(200, "", {})
+
+    def full(name: str, record: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def run() -> None:
+        folder = BatchFolder(tmp_path, 4 * ENTRY_BYTES + 200)
+        jobs = BatchJobs(folder, send, 1)
+        source = FileRecord("", "file-in", 0, 0, "in", "batch")
+        with monkeypatch.context() as broken:
+            broken.setattr(folder, "write_record", full)
+            for _ in range(3):
+                with pytest.raises(OSError, match="No space"):
+                    jobs.create(source, COMPLETIONS, "24h", None)
+        assert not list(tmp_path.glob("file-*"))
+        folder.grow(4 * ENTRY_BYTES)  # all room is there
+        await jobs.close()
+
+    asyncio.run(run())
+
+
+def test_a_damaged_record_is_named_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "batch_1.json").write_bytes(b"")
+    folder = BatchFolder(tmp_path, 1 << 20)
+    with pytest.raises(ConfigError, match=r"batch_1\.json is damaged .*move it out"):
+        folder.read_records("batch_", BatchRecord)
+    folder.close()
 
 
 @contextmanager

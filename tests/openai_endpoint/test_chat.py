@@ -20,7 +20,7 @@ import transformers
 from inflight.core.ports import EngineClient
 from inflight.text.tokenizer import Tokenizer
 from tests.openai_endpoint.scripted import BOS_ID, ScriptedEngine, folder_with_bos, scripted
-from tests.openai_endpoint.serving import DEMO, fake_engine, served
+from tests.openai_endpoint.serving import DEMO, demo_engine, fake_engine, served
 
 MESSAGES: list[Any] = [
     {"role": "system", "content": "You write code."},
@@ -144,6 +144,37 @@ def test_reasoning_is_separate_from_content(tmp_path: Path) -> None:
         hidden = client.chat.completions.create(**asked, extra_body={"include_reasoning": False})
         assert not hidden.choices[0].message.model_extra
         client.close()
+
+
+def test_the_budget_of_the_reasoning_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "thinking.jinja"
+    source = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}{{ tools }}<think>"
+    file.write_text(source, encoding="utf-8")
+    asked: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "def area("}]}
+    with demo_engine() as engine, served(engine, chat_template=file) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+
+        def ask(budget: int | None, **more: Any) -> Any:
+            extra = {"thinking_token_budget": budget, **more}
+            return client.chat.completions.create(**asked, max_tokens=60, temperature=0, extra_body=extra)
+
+        num_free = ask(None).usage.completion_tokens_details.reasoning_tokens
+        for budget in (0, 5):
+            answer = ask(budget)
+            assert answer.choices[0].message.content and num_free > budget + len("</think>")
+            num_reasoning = answer.usage.completion_tokens_details.reasoning_tokens
+            assert budget < num_reasoning <= budget + len("</think>")
+        guided = ask(5, structured_outputs={"choice": ["yes", "no"]}).choices[0].message
+        assert guided.content in ("yes", "no") and guided.model_extra["reasoning"]
+        forced = ask(5, tools=TOOLS, tool_choice="required").choices[0].message
+        assert forced.tool_calls[0].function.name == "area" and forced.model_extra["reasoning"]
+        rendered = httpx.post(f"{url}/v1/chat/completions/render", json={**asked, "thinking_token_budget": 5})
+        assert '"max_tokens": 5' in rendered.json()["sampling_params"]["structured_outputs"]["structural_tag"]
+        client.close()
+    file.write_text("{{ messages[0].content }}", encoding="utf-8")
+    with fake_engine() as engine, served(engine, chat_template=file) as url:
+        answer = httpx.post(f"{url}/v1/chat/completions", json={**asked, "thinking_token_budget": 5})
+        assert answer.status_code == 400 and "no reasoning" in answer.json()["error"]["message"]
 
 
 TOOLS = [{"type": "function", "function": {"name": "area", "parameters": {"type": "object"}}}]

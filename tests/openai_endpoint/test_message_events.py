@@ -32,15 +32,49 @@ FRAGMENTS = [
     "{",
     "😀",
 ]
+HARMONY = [
+    "<|channel|>analysis<|message|>hmm <|end|>",
+    '<|start|>assistant<|channel|>commentary to=functions.area <|constrain|>json<|message|>{"r": 2}<|call|>',
+    "<|start|>assistant<|channel|>final<|message|>one two<|end|>",
+    "<|start|>assistant to=functions.time<|channel|>commentary json<|message|>{}",
+    " two",
+    "\n\n",
+    "<|channel|>",
+    "<|",
+    "😀",
+]
+XML = [
+    "<think>hmm </think>",
+    "<tool_call>\n<function=area>\n<parameter=r>\n2\n</parameter>\n</function>\n</tool_call>",
+    "<tool_call><function=time></function></tool_call>",
+    "one ",
+    "<tool_call>",
+    "<function=",
+    "\n\n",
+    "😀",
+]
+PYTHON = ["[area(r=2, unit='m'), time()]", "[", "one ", "\n\n", "[time()]", "<think>hmm </think>", "😀"]
+FORMATS = {  # parts of answers by the names of the parsers of calls and of reasoning
+    ("hermes", "think"): FRAGMENTS,
+    ("openai", "openai_gptoss"): HARMONY,
+    ("qwen3_coder", "think"): XML,
+    ("pythonic", "think"): PYTHON,
+}
+answers = st.sampled_from(sorted(FORMATS)).flatmap(
+    lambda parsers: st.tuples(
+        st.just(parsers), st.lists(st.sampled_from(FORMATS[parsers]), max_size=5).map("".join)
+    )
+)
+"""(names of the parsers, text) of an answer."""
 EVENT = TypeAdapter[Any](RawMessageStreamEvent)
 
 
-def writer(only_one: bool) -> MessageWriter:
+def writer(only_one: bool, parsers: tuple[str, str]) -> MessageWriter:
     request = SimpleNamespace(max_new_tokens=99, prompt_length=5)
     prompt: Any = SimpleNamespace(request=request)
     prepared = SimpleNamespace(usage=Usage([prompt], 16), model_name="demo", prompts=[(prompt, None)])
     body = ChatBody.model_validate({"messages": [{"role": "user"}], "parallel_tool_calls": not only_one})
-    chat = ChatPrompt("", None, "hermes", False, "think", False, ())
+    chat = ChatPrompt("", None, parsers[0], False, parsers[1], False, ())
     return MessageWriter(body, cast(Any, prepared), chat, "msg_1", 99)
 
 
@@ -74,17 +108,18 @@ def plain(message: Message) -> dict[str, Any]:
 
 
 @given(
-    st.lists(st.sampled_from(FRAGMENTS), max_size=5).map("".join),
+    answers,
     st.lists(st.integers(0, 200), max_size=40),
     st.sampled_from([("stop", ""), ("stop", "end"), ("length", "")]),
     st.booleans(),
 )
 @settings(max_examples=examples(100, all=2000), deadline=None)
 def test_events_add_up_to_the_whole_message(
-    text: str, cuts: list[int], end: tuple[str, str], only_one: bool
+    answer: tuple[tuple[str, str], str], cuts: list[int], end: tuple[str, str], only_one: bool
 ) -> None:
-    whole = writer(only_one).whole(Piece.joined(pieces_of(text, [], *end)))
-    events = events_of(writer(only_one), pieces_of(text, cuts, *end))
+    parsers, text = answer
+    whole = writer(only_one, parsers).whole(Piece.joined(pieces_of(text, [], *end)))
+    events = events_of(writer(only_one, parsers), pieces_of(text, cuts, *end))
     snapshot: Any = None
     buffers: dict[int, bytes] = {}
     num_begun, is_open = 0, False

@@ -270,6 +270,23 @@ def test_a_conversation_with_tools_is_that_of_a_chat(tmp_path: Path) -> None:
         assert "<|tool|>\n" in endpoint.prompt(tools=TOOLS, messages=empty)
 
 
+def test_deferred_tools_are_in_the_prompt_and_may_be_referred_to(tmp_path: Path) -> None:
+    """As Claude Code sends them, whose own search returns references."""
+    with answering(f"Let me see.{CALL}", tmp_path) as endpoint:
+        deferred: Any = [{**each, "defer_loading": True} for each in TOOLS]
+        assert endpoint.prompt(tools=deferred) == endpoint.prompt(tools=TOOLS)
+        call = endpoint.ask(tools=deferred).content[1]
+        assert call.type == "tool_use"
+        reference: Any = {"type": "tool_reference", "tool_name": "area"}
+        result: Any = {"type": "tool_result", "tool_use_id": call.id, "content": [reference]}
+        turns: Any = [
+            *MESSAGES,
+            {"role": "assistant", "content": [call.to_dict()]},
+            {"role": "user", "content": [result]},
+        ]
+        assert "The tool area is available." in endpoint.prompt(tools=deferred, messages=turns)
+
+
 def test_an_answer_may_follow_a_schema(tmp_path: Path) -> None:
     class Area(pydantic.BaseModel):
         r: int

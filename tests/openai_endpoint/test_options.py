@@ -48,9 +48,11 @@ def test_to_arguments_keeps_all_options_except_keys(tmp_path: Path) -> None:
         *("--allowed-media-domains", "Images.example.com,*.cdn.example.com", "::1"),
         *("--allowed-local-media-path", str(tmp_path), "--limit-mm-per-prompt", '{"image": 4, "video": 0}'),
         *("--host", "0.0.0.0", "--port", "9001", "--metrics-url", "http://h:1/metrics", "--convert", "embed"),
+        *("--response-store", str(tmp_path / "responses.db")),
         *("--batch-dir", str(tmp_path / "batches"), "--batch-dir-size", "2G", "--batch-concurrency", "5"),
     )
     assert found.convert == "embed"
+    assert found.response_store == tmp_path / "responses.db"
     assert (found.batch_dir, found.max_batch_bytes) == (tmp_path / "batches", 2 << 30)
     assert found.served_model_names == ("code", "gpt-4o") and found.max_body_bytes == 2 << 20
     assert found.default_max_tokens == 300 and found.max_pictures == 4

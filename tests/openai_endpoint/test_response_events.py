@@ -20,6 +20,7 @@ from inflight.openai.protocol import ChatBody
 from inflight.openai.responses.writer import ResponseWriter
 from inflight.text.tokenizer import Tokenizer
 from tests.openai_endpoint.serving import DEMO
+from tests.openai_endpoint.test_message_events import answers as answers_of_formats
 from tests.tiers import examples
 
 TOKENIZER = Tokenizer.from_dir(DEMO)
@@ -34,7 +35,9 @@ PARTS = (
 Event = dict[str, Any]
 
 
-def make_writer(parallel: bool = True, **fields: Any) -> ResponseWriter:
+def make_writer(
+    parallel: bool = True, parsers: tuple[str, str] = ("hermes", "think"), **fields: Any
+) -> ResponseWriter:
     body = ChatBody.model_validate(
         {
             "messages": [{"role": "user", "content": "x"}],
@@ -43,7 +46,7 @@ def make_writer(parallel: bool = True, **fields: Any) -> ResponseWriter:
             **fields,
         }
     )
-    prompt = ChatPrompt("x", None, "hermes", False, "think", False, TABLE)
+    prompt = ChatPrompt("x", None, parsers[0], False, parsers[1], False, TABLE)
     prepared: Any = SimpleNamespace(
         usage=Usage([], 16),
         names=TokenNames(TABLE, False) if body.logprobs else None,
@@ -141,13 +144,19 @@ places = st.lists(st.integers(0, 400), max_size=30)
 
 
 @settings(max_examples=examples(150, all=3000), deadline=None)
-@given(answers, places, st.sampled_from(["stop", "length"]), st.booleans())
+@given(
+    answers.map(lambda text: (("hermes", "think"), text)) | answers_of_formats,
+    places,
+    st.sampled_from(["stop", "length"]),
+    st.booleans(),
+)
 def test_events_do_not_depend_on_how_the_text_is_cut(
-    answer: str, places: list[int], reason: str, parallel: bool
+    said: tuple[tuple[str, str], str], places: list[int], reason: str, parallel: bool
 ) -> None:
-    whole = written(make_writer(parallel), pieces_of([()], reason, [answer]))
+    parsers, answer = said
+    whole = written(make_writer(parallel, parsers), pieces_of([()], reason, [answer]))
     parts = cut(answer, places)
-    pieces = written(make_writer(parallel), pieces_of([()] * len(parts), reason, parts))
+    pieces = written(make_writer(parallel, parsers), pieces_of([()] * len(parts), reason, parts))
     assert joined(pieces) == joined(whole)
     assert [event["sequence_number"] for event in pieces] == list(range(len(pieces)))
     assert accumulated(pieces) == pieces[-1]["response"]["output"]
@@ -191,6 +200,25 @@ def test_items_are_in_the_order_of_the_text(answer: str, kinds: list[str]) -> No
     writer = make_writer()
     written(writer, pieces_of([()], "stop", [answer]))
     assert [item["type"] for item in writer.output] == kinds
+
+
+def test_items_of_channels_are_in_the_order_of_the_text() -> None:
+    text = (
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary<|message|>b<|end|>"
+        "<|start|>assistant<|channel|>commentary to=functions.f<|message|>{}<|call|>"
+        "<|start|>assistant<|channel|>analysis<|message|>c<|end|><|start|>assistant<|channel|>final<|message|>d"
+    )
+    for texts in ([text], list(text)):
+        writer = make_writer(parsers=("openai", "openai_gptoss"))
+        written(writer, pieces_of([()] * len(texts), "stop", texts))
+        found = [(item["type"], (item.get("content") or [{}])[0].get("text", "")) for item in writer.output]
+        assert found == [
+            ("reasoning", "a"),
+            ("message", "b"),
+            ("function_call", ""),
+            ("reasoning", "c"),
+            ("message", "d"),
+        ]
 
 
 def test_a_cancelled_response_has_what_was_generated() -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inflight.errors import ConfigError
+from inflight.openai.responses.file import ResponseFile
 from inflight.openai.responses.store import KeptResponse, KeptResponses
+from tests.tiers import examples
 
 MINE, YOURS = b"mine", b"yours"
 
@@ -29,6 +34,62 @@ actions = st.lists(
         st.integers(0, 60),
     )
 )
+
+
+@given(actions, st.integers(0, 4), st.integers(0, 100))
+@settings(max_examples=examples(20, all=200), deadline=None)
+def test_a_file_has_what_had_ended(
+    actions: list[tuple[str, bytes, int, int]], max_number: int, max_bytes: int
+) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "responses.db"
+        store = KeptResponses(max_number, max_bytes, ResponseFile(path))
+        for action, owner, place, size in actions:
+            if action == "add":
+                store.add(owner, str(place), in_progress(size))
+            elif action == "end":
+                store.end(owner, str(place), b"y" * size, [b"z", b"z" * size])
+            else:
+                store.delete(owner, str(place))
+        places = [(owner, str(place)) for owner in (MINE, YOURS) for place in range(6)]
+        ended = {each: found for each in places if (found := store.get(*each)) and found.cancel is None}
+        store.close()
+        again = KeptResponses(max_number, max_bytes, ResponseFile(path))
+        for each in places:
+            found, wanted = again.get(*each), ended.get(each)
+            assert (found and (found.response, [*found.output])) == (
+                wanted and (wanted.response, [*wanted.output])
+            )
+        assert len(again) == len(ended)
+        again.close()
+
+
+def test_a_file_is_private_and_used_by_one_server(tmp_path: Path) -> None:
+    path = tmp_path / "responses.db"
+    file = ResponseFile(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(ConfigError, match=r"--response-store .*locked"):
+        ResponseFile(path)
+    file.close()
+    file.close()
+    other = tmp_path / "other"
+    other.write_text("This is no database, but a text that is long enough." * 20)
+    for broken in (other, tmp_path / "absent" / "file", tmp_path):
+        with pytest.raises(ConfigError, match="--response-store"):
+            ResponseFile(broken)
+
+
+def test_a_file_that_cannot_be_written_leaves_responses_in_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = ResponseFile(tmp_path / "responses.db")
+    store = KeptResponses(9, 1000, file)
+    file._database.execute("DROP TABLE responses")
+    for name in ("a", "b"):
+        store.add(MINE, name, kept(1))
+    store.close()
+    assert store.get(MINE, "a") == kept(1)
+    assert caplog.text.count("kept in memory only") == 1
 
 
 @given(actions, st.integers(0, 4), st.integers(0, 100))

@@ -404,6 +404,25 @@ def test_responses_are_retrieved_and_deleted(tmp_path: Path) -> None:
             assert caught.value.param == "previous_response_id"
 
 
+def test_responses_may_outlive_the_server(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    store = tmp_path / "responses.db"
+    _, server = scripted_client("yes", tmp_path / "model", response_store=store)
+    with server as url, connected(url) as client:
+        first = client.responses.create(model="demo", input="one")
+        second = client.responses.create(model="demo", input="two", previous_response_id=first.id)
+        client.responses.delete(first.id)
+    engine, server = scripted_client("no", tmp_path / "model", response_store=store)
+    with server as url, connected(url) as client:
+        assert client.responses.retrieve(second.id) == second
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(first.id)
+        client.responses.create(model="demo", input="three", previous_response_id=second.id)
+        prompt = prompt_of(engine)
+        places = [prompt.index(each) for each in ("one", "two", "three")]
+        assert places == sorted(places)
+
+
 def test_responses_belong_to_the_key_that_made_them(tmp_path: Path) -> None:
     _, server = scripted_client("yes", tmp_path, api_keys=("mine", "yours"))
     with server as url, connected(url, "mine") as mine, connected(url, "yours") as yours:

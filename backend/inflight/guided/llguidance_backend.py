@@ -186,11 +186,12 @@ class LLGuidanceBackend:
     def _blame(self, guide: Guide) -> None:
         """Raise the error of the structure at fault, if there is exactly one."""
         for one in read_tags(guide.text).structures:
-            schema = followed_schema(one.schema, one.path)
-            try:
-                self._prove(_unforced(llguidance.LLMatcher.grammar_from_json_schema(schema)))
-            except InvalidArgument as error:
-                raise refusal(f"at {one.path}: {error.args[-1]}") from None
+            for schema in [one.schema] if one.schema else [each.schema for each in one.fields]:
+                followed = followed_schema(schema, one.path) if schema else "{}"
+                try:
+                    self._prove(_unforced(llguidance.LLMatcher.grammar_from_json_schema(followed)))
+                except InvalidArgument as error:
+                    raise refusal(f"at {one.path}: {error.args[-1]}") from None
 
     def _matcher(self, grammar: str) -> llguidance.LLMatcher:
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 from inflight.errors import ConfigError
 from inflight.guided.backend import GuideBackend
+from inflight.guided.reasoning_budget import ReasoningBackend
 from inflight.guided.vocabulary import GuideVocabulary
 
 BACKENDS = ("llguidance", "xgrammar")
@@ -22,10 +23,10 @@ def make_backend(name: str, vocabulary: GuideVocabulary) -> GuideBackend:
         if name == "xgrammar":
             from inflight.guided.xgrammar_backend import XGrammarBackend
 
-            return XGrammarBackend(vocabulary)
+            return ReasoningBackend(XGrammarBackend(vocabulary), vocabulary)
         from inflight.guided.llguidance_backend import LLGuidanceBackend
 
-        return LLGuidanceBackend(vocabulary)
+        return ReasoningBackend(LLGuidanceBackend(vocabulary), vocabulary)
     except ImportError as error:
         raise _not_installed(name, str(error)) from None
 

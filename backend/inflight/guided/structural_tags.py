@@ -9,12 +9,19 @@ one of the structures whose begin starts with the trigger. Instead of triggers, 
 
 Then the text consists of a begin, one or more structures with a separator between them, and an end. With
 `after`, all of this follows the first occurrence of the text `after`. All keys are optional: texts are empty
-by default, and any number of structures is allowed. Any thread.
+by default, and any number of structures is allowed. In place of a schema, a structure may have fields, which
+follow each other in their order, with the text `separator` between them:
+
+    {"begin": "f(", "end": ")", "separator": ", ", "fields": [
+      {"begin": "a=", "schema": {…}, "end": "", "is_required": true}]}
+
+A field without a schema has any text up to its end. Any thread.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -32,19 +39,40 @@ SPACE_BEHIND = "[ \\n]{0,2}"
 
 
 @dataclass(frozen=True, slots=True)
+class Field:
+    """A field of a structure.
+
+    Attributes:
+        begin: The text before the value.
+        schema: The JSON schema of the value, as text; "": any text that does not contain `end`.
+        end: The text after the value.
+        is_required: Whether it may not be left out.
+    """
+
+    begin: str
+    schema: str
+    end: str
+    is_required: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Structure:
     """A structure that may follow a trigger.
 
     Attributes:
         begin: The text at the beginning, which begins with a trigger.
-        schema: The JSON schema of the value that follows, as text.
+        schema: The JSON schema of the value that follows, as text; "": fields follow.
         end: The text after the value.
+        fields: The fields, in their order.
+        separator: The text between two fields.
         name: The structure's name in errors: the optional key `name`.
     """
 
     begin: str
     schema: str
     end: str
+    fields: tuple[Field, ...] = ()
+    separator: str = ""
     name: str = ""
 
     @property
@@ -90,15 +118,7 @@ def read_tags(text: str) -> Tags:
     """
     try:
         parsed: Any = json.loads(text)
-        structures = tuple(
-            Structure(
-                _text(one["begin"]),
-                json.dumps(_schema(one["schema"])),
-                _text(one["end"]),
-                _text(one.get("name", "")),
-            )
-            for one in parsed["structures"]
-        )
+        structures = tuple(_structure(one) for one in parsed["structures"])
         sequence = _sequence(parsed["sequence"]) if "sequence" in parsed else None
         triggers = tuple(_text(one) for one in parsed["triggers"]) if sequence is None else ()
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -117,6 +137,28 @@ def read_tags(text: str) -> Tags:
             Name("guided_decoding_guide"), " has both triggers and sequence, expected one of them"
         )
     return Tags(structures, triggers, sequence)
+
+
+def _structure(given: Any) -> Structure:
+    """Read a structure. Raises TypeError or KeyError if it has another form."""
+    fields = tuple(_field(one) for one in given.get("fields", ()))
+    schema = "" if "fields" in given else json.dumps(_schema(given["schema"]))
+    return Structure(
+        _text(given["begin"]),
+        schema,
+        _text(given["end"]),
+        fields,
+        _text(given.get("separator", "")),
+        _text(given.get("name", "")),
+    )
+
+
+def _field(given: Any) -> Field:
+    """Read a field. Raises TypeError or KeyError if it has another form."""
+    schema = json.dumps(_schema(given["schema"])) if "schema" in given else ""
+    if not schema and not given["end"]:
+        raise TypeError("a field without a schema has no end")
+    return Field(_text(given["begin"]), schema, _text(given["end"]), given.get("is_required", True) is True)
 
 
 def _sequence(given: Any) -> TagSequence:
@@ -149,10 +191,14 @@ def as_lark(text: str, vocabulary: GuideVocabulary) -> str:
     If a trigger is the spelling of a special token, it means this token.
     """
     read = read_tags(text)
-    structures = tuple(replace(one, schema=followed_schema(one.schema, one.path)) for one in read.structures)
+    structures = tuple(_followed(one) for one in read.structures)
     triggers = read.triggers
     if read.sequence is not None:
         return _sequence_as_lark(structures, read.sequence)
+    if any(not one.schema for one in structures):
+        raise InvalidArgument(
+            Name("guided_decoding_guide"), " has fields in a structure, which need a sequence, not triggers"
+        )
     special = {vocabulary.tokens[index].decode(errors="replace") for index in vocabulary.special_ids}
     if any(trigger in special for trigger in triggers) and not all(
         trigger in special for trigger in triggers
@@ -173,12 +219,17 @@ def as_lark(text: str, vocabulary: GuideVocabulary) -> str:
 
 
 def _sequence_as_lark(structures: tuple[Structure, ...], sequence: TagSequence) -> str:
-    more = "" if sequence.only_one else f"({_quoted(sequence.separator)} one)*"
+    indexes = range(len(structures))
+    # A separator is one literal with the beginning behind it: the lexer could take it alone for that of `end`.
+    next_ones = " | ".join(
+        f"{_quoted(sequence.separator + structures[index].begin)} rest_{index}" for index in indexes
+    )
+    more = "" if sequence.only_one else f"({next_ones})*"
     before = "before SPACE" if sequence.after else ""
+    ones = " | ".join(f"{_quoted(structures[index].begin)} rest_{index}" for index in indexes)
     rules = [
         "%llguidance {}",
-        f"start: {before} {_quoted(sequence.begin)} one {more} {_quoted(sequence.end)}",
-        f"one: {' | '.join(f'one_{index}' for index in range(len(structures)))}",
+        f"start: {before} {_quoted(sequence.begin)} ({ones}) {more} {_quoted(sequence.end)}",
     ]
     if sequence.after:
         rules += [
@@ -186,8 +237,57 @@ def _sequence_as_lark(structures: tuple[Structure, ...], sequence: TagSequence) 
             f"SPACE: /{SPACE_BEHIND}/",
         ]
     for index, one in enumerate(structures):
-        rules.append(f"one_{index}: {_quoted(one.begin)} %json {one.schema} {_quoted(one.end)}")
+        rules += _rest_as_lark(index, one)
     return "\n".join(rules) + "\n"
+
+
+def _followed(one: Structure) -> Structure:
+    """Return the structure with schemas that llguidance follows."""
+    if one.schema:
+        return replace(one, schema=followed_schema(one.schema, one.path))
+    fields = tuple(
+        replace(each, schema=followed_schema(each.schema, f"{one.path}, {each.begin.strip()}"))
+        if each.schema
+        else each
+        for each in one.fields
+    )
+    return replace(one, fields=fields)
+
+
+def _rest_as_lark(index: int, one: Structure) -> list[str]:
+    """Return the rules of a structure behind its beginning."""
+    if one.schema:
+        return [f"rest_{index}: %json {one.schema} {_quoted(one.end)}"]
+    rules: list[str] = []
+    for number, field in enumerate(one.fields):
+        name = f"field_{index}_{number}"
+        if field.schema:
+            rules.append(f"{name}: {_quoted(field.begin)} %json {field.schema} {_quoted(field.end)}")
+        else:
+            rules.append(f"{name}: {_quoted(field.begin)} text_{index}_{number}")
+            rules.append(f"text_{index}_{number}[lazy]: /(.|\\n)*/ {_quoted(field.end)}")
+    choices = [
+        " ".join(
+            f"field_{index}_{first}" if number == first else _separated(one, index, number)
+            for number in range(first, len(one.fields))
+        )
+        for first in first_fields(one.fields)
+    ]
+    may_be_empty = not any(field.is_required for field in one.fields)
+    body = f"({' | '.join(choices)}){'?' if may_be_empty else ''}" if choices else ""
+    return [f"rest_{index}: {body} {_quoted(one.end)}", *rules]
+
+
+def _separated(one: Structure, index: int, number: int) -> str:
+    """Return a field that follows another one, with the separator before it."""
+    text = f"{_quoted(one.separator)} field_{index}_{number}"
+    return text if one.fields[number].is_required else f"({text})?"
+
+
+def first_fields(fields: Sequence[Field]) -> list[int]:
+    """Return the indexes of the fields that may come first: those up to the first that is required."""
+    required = next((index for index, each in enumerate(fields) if each.is_required), len(fields) - 1)
+    return list(range(required + 1))
 
 
 def _quoted(text: str) -> str:

@@ -22,7 +22,14 @@ from inflight.guided.schemas.documents import refused
 from inflight.guided.schemas.formats import FORMATS
 from inflight.guided.schemas.overlap import is_same
 from inflight.guided.schemas.spaces import KEYWORD, MAX_SPACES, Spaces, read_spaces
-from inflight.guided.structural_tags import SPACE_BEHIND, Structure, TagSequence, read_tags
+from inflight.guided.structural_tags import (
+    SPACE_BEHIND,
+    Field,
+    Structure,
+    TagSequence,
+    first_fields,
+    read_tags,
+)
 from inflight.guided.vocabulary import GuideVocabulary
 from inflight.json_values import is_list, is_object
 from inflight.processors import Processors
@@ -214,8 +221,12 @@ _VALUES = frozenset(("enum", "const", "default", "examples", "title", "descripti
 
 def _structural_tag(text: str) -> xgrammar.StructuralTag:
     tags = read_tags(text)
-    for one in tags.structures:
-        schema = json.loads(one.schema)
+    schemas = [(one, one.schema) for one in tags.structures]
+    schemas += [(one, field.schema) for one in tags.structures for field in one.fields]
+    for one, text in schemas:
+        if not text:
+            continue
+        schema = json.loads(text)
         _refuse_ignored(schema)
         if read_spaces(schema, one.path) != Spaces():
             raise refused(
@@ -233,12 +244,37 @@ def _structural_tag(text: str) -> xgrammar.StructuralTag:
 
 
 def _tag(one: Structure) -> dict[str, Any]:
-    content = {
-        "type": "json_schema",
-        "json_schema": json.loads(one.schema),
-        "max_whitespace_cnt": MAX_SPACES,
-    }
+    if one.schema:
+        return {"type": "tag", "begin": one.begin, "content": _json(one.schema), "end": one.end}
+    fields = [_field(each) for each in one.fields]
+    choices: list[dict[str, Any]] = []
+    for first in first_fields(one.fields):
+        elements = [fields[first]]
+        for field, each in zip(one.fields[first + 1 :], fields[first + 1 :]):
+            following = [{"type": "const_string", "value": one.separator}, each] if one.separator else [each]
+            if field.is_required:
+                elements += following
+            else:
+                optional = {"type": "sequence", "elements": following}
+                elements.append({"type": "optional", "content": optional})
+        choices.append({"type": "sequence", "elements": elements})
+    if not choices:
+        end = {"type": "const_string", "value": one.end}
+        return {"type": "tag", "begin": one.begin, "content": end, "end": ""}
+    content: dict[str, Any] = {"type": "or", "elements": choices} if len(choices) > 1 else choices[0]
+    if not any(field.is_required for field in one.fields):
+        content = {"type": "optional", "content": content}
     return {"type": "tag", "begin": one.begin, "content": content, "end": one.end}
+
+
+def _field(field: Field) -> dict[str, Any]:
+    if not field.schema:
+        return {"type": "tag", "begin": field.begin, "content": {"type": "any_text"}, "end": field.end}
+    return {"type": "tag", "begin": field.begin, "content": _json(field.schema), "end": field.end}
+
+
+def _json(schema: str) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": json.loads(schema), "max_whitespace_cnt": MAX_SPACES}
 
 
 def _sequence(structures: Iterable[Structure], sequence: TagSequence) -> xgrammar.StructuralTag:

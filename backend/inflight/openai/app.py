@@ -44,6 +44,7 @@ from inflight.openai.middleware import add_middleware
 from inflight.openai.options import OpenAiOptions
 from inflight.openai.pictures import ChatPictures, PicturesEncoder
 from inflight.openai.playground.routes import playground_router
+from inflight.openai.responses.file import ResponseFile
 from inflight.openai.responses.routes import router as responses_router
 from inflight.openai.responses.store import KeptResponses
 from inflight.openai.serving_model import ServingModel
@@ -83,6 +84,7 @@ def create_app(
             await jobs.close()
         for each in contexts:
             each.session.close()
+        app.state.responses.close()
         access_log.close()
 
     app = FastAPI(title="inflight", lifespan=lifespan, docs_url=None, redoc_url=None)
@@ -90,7 +92,8 @@ def create_app(
     app.state.contexts = contexts
     app.state.batches = jobs
     app.state.bodies = BodyReader(contexts[0].session, options.max_body_bytes)
-    app.state.responses = KeptResponses(options.max_stored_responses, options.max_stored_bytes)
+    file = None if options.response_store is None else ResponseFile(options.response_store)
+    app.state.responses = KeptResponses(options.max_stored_responses, options.max_stored_bytes, file)
     routers = _routers(has_batches=jobs is not None)
     for router in routers:
         app.include_router(router)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -121,18 +121,25 @@ class AnswerParser:
 
     def add(self, piece: Piece) -> tuple[str, ChatDelta]:
         """Parse the next piece's text; return (reasoning, content and tool calls)."""
-        reasoning, content = self._reasoning.add(piece.text)
-        delta = self._tools.add(content)
+        parts = list(self.parts(piece))
+        return "".join(part[0] for part in parts), ChatDelta.joined(part[1] for part in parts)
+
+    def parts(self, piece: Piece) -> Iterator[tuple[str, ChatDelta]]:
+        """Parse the next piece's text; yield (reasoning, content and calls after it) in the order of the text."""
+        for reasoning, content in self._reasoning.parts(piece.text):
+            yield reasoning, self._seen(self._tools.add(content))
         if piece.finish_reason is not None:
-            more_reasoning, more_content = self._reasoning.finish(piece.is_cut)
-            reasoning += more_reasoning
-            rest = self._tools.add(more_content), self._tools.finish(piece.is_cut)
-            delta = ChatDelta.joined((delta, *rest))
+            reasoning, content = self._reasoning.finish(piece.is_cut)
+            rest = self._tools.add(content), self._tools.finish(piece.is_cut)
+            yield reasoning, self._seen(ChatDelta.joined(rest))
+
+    def _seen(self, delta: ChatDelta) -> ChatDelta:
+        """Return the delta without calls that are to be dropped."""
         self.has_called |= bool(delta.tool_calls)
         if self._only_one:
             first = tuple(call for call in delta.tool_calls if call.index == 0)
             delta = ChatDelta(delta.content, first)
-        return reasoning, delta
+        return delta
 
 
 class ReasoningUsage:

@@ -18,6 +18,7 @@ from inflight.serving.chat.messages import PictureUrl, picture_urls
 from inflight.serving.chat.reasoning import ends_reasoning, opens_reasoning, starts_inside
 from inflight.serving.chat.reasoning_formats import find_reasoning_format
 from inflight.serving.chat.template import ChatTemplate
+from inflight.serving.chat.tool_format_table import find_tool_format
 from inflight.serving.chat.tool_guides import (
     forced_parser,
     forced_prefix,
@@ -68,13 +69,14 @@ def read_chat(model: ServingModel, body: ChatBody) -> ChatPrompt:
     tool_parser = chosen_parser(model.options.tool_call_parser, template.style)
     guide = read_guide(body)
     if choice.is_forced:
-        tool_parser = forced_parser(tool_parser)
+        tool_parser = forced_parser(tool_parser, body.tools)
         if guide is not None:
             raise invalid(
                 "tool_choice", "tool_choice demands a call, which contradicts the body's response format"
             )
+        waits = is_inside and body.thinking_token_budget is None
         guide = tool_guide(
-            body.tools, body.tool_choice, tool_parser, body.parallel_tool_calls, is_inside, marks.end
+            body.tools, body.tool_choice, tool_parser, body.parallel_tool_calls, waits, marks.end
         )
         text += forced_prefix(tool_parser, is_inside)
     elif choice.mode == "none":
@@ -85,12 +87,17 @@ def read_chat(model: ServingModel, body: ChatBody) -> ChatPrompt:
             f"tools: {template.unknown_calls()}: start the server with --tool-call-parser, or send tool_choice "
             '"required" or "none"',
         )
-    if not choice.is_forced and guide is not None and is_inside:
+    if body.thinking_token_budget is not None:
+        guide = _budgeted(body.thinking_token_budget, reasoning_parser, is_inside, guide)
+    elif not choice.is_forced and guide is not None and is_inside:
         # A guide applies to all generated text, so the reasoning must end in the prompt.
         begin = "" if opens_reasoning(text, final, marked_by) else marks.begin
         text, is_inside = f"{text.rstrip()}{begin}\n\n{marks.end}\n\n", False
     if ends_reasoning(text, final, marked_by):
         reasoning_parser = ""
+    if tool_parser and (needed := find_tool_format(tool_parser).reasoning_parser):
+        # A forced call begins behind its own marker, without messages before it.
+        reasoning_parser = "" if choice.is_forced and not is_inside else needed
     token_bytes = model.token_bytes if reasoning_parser else ()
     return ChatPrompt(
         text,
@@ -103,6 +110,17 @@ def read_chat(model: ServingModel, body: ChatBody) -> ChatPrompt:
         pictures,
         body.tools,
     )
+
+
+def _budgeted(max_tokens: int, parser: str, is_inside: bool, guide: Guide | None) -> Guide | None:
+    """Return the guide of an answer whose reasoning has at most this number of tokens."""
+    if not parser:
+        raise unsupported("thinking_token_budget", "thinking_token_budget: this model has no reasoning")
+    if guide is not None and not is_inside:
+        return guide  # the answer begins without reasoning
+    marks = find_reasoning_format(parser)
+    begin = "" if is_inside else marks.begin
+    return Guide.behind_reasoning(begin, marks.end, max_tokens, guide)
 
 
 def _pictures(model: ServingModel, body: ChatBody) -> Sequence[PictureUrl]:

@@ -64,6 +64,7 @@ class OpenAiOptions:
             of generating text.
         max_stored_responses: Largest number of responses of /v1/responses that are kept; 0: none.
         max_stored_bytes: Largest size in bytes of the kept responses with their conversations.
+        response_store: File that keeps these responses across restarts; None: they are in memory only.
         batch_dir: Folder of the files and states of /v1/files and /v1/batches; None: these routes are refused.
         max_batch_bytes: Largest size of this folder in bytes.
         batch_concurrency: Largest number of requests of batches that are in flight.
@@ -89,6 +90,7 @@ class OpenAiOptions:
     convert: str = "auto"
     max_stored_responses: int = MAX_STORED_RESPONSES
     max_stored_bytes: int = MAX_STORED_BYTES
+    response_store: Path | None = None
     batch_dir: Path | None = None
     max_batch_bytes: int = MAX_BATCH_BYTES
     batch_concurrency: int = CONCURRENCY
@@ -181,7 +183,7 @@ def _add_listening_arguments(add: Callable[..., argparse.Action]) -> None:
         metavar="N",
         type=_number,
         default=MAX_STORED_RESPONSES,
-        help="largest number of responses of /v1/responses that are kept in memory for previous_response_id; "
+        help="largest number of responses of /v1/responses that are kept for previous_response_id; "
         "the oldest are dropped, 0 keeps none (default: %(default)s)",
     )
     add(
@@ -190,6 +192,12 @@ def _add_listening_arguments(add: Callable[..., argparse.Action]) -> None:
         type=_size,
         default=MAX_STORED_BYTES,
         help="largest size of the kept responses with their conversations, as for --max-body-size (default: 64M)",
+    )
+    add(
+        "--response-store",
+        metavar="FILE",
+        type=Path,
+        help="keep these responses in this SQLite file too, so that they outlive a restart",
     )
     add(
         "--ssl-certfile",
@@ -259,6 +267,7 @@ def read_arguments(
         convert=given.convert,
         max_stored_responses=given.max_stored_responses,
         max_stored_bytes=given.max_stored_responses_size,
+        response_store=given.response_store,
         batch_dir=given.batch_dir,
         max_batch_bytes=given.batch_dir_size,
         batch_concurrency=given.batch_concurrency,
@@ -272,6 +281,7 @@ def to_arguments(options: OpenAiOptions) -> list[str]:
         "--ssl-certfile": options.tls_certificate,
         "--ssl-keyfile": options.tls_key,
         "--pictures": options.pictures,
+        "--response-store": options.response_store,
         "--batch-dir": options.batch_dir,
     }
     names, origins, default = options.served_model_names, options.cors_origins, options.default_max_tokens

@@ -302,6 +302,7 @@ class ChatBody(SamplingBody):
     reasoning_effort: str | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     include_reasoning: bool = True
+    thinking_token_budget: int | None = Field(None, ge=0, le=MAX_INT32)
 
 
 class PoolingBody(Body):

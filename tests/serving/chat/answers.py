@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from inflight.serving.chat.reasoning import reasoning_stream
 from inflight.serving.chat.tool_calls import tool_call_stream
 from inflight.serving.chat.tool_deltas import ChatDelta
 from inflight.serving.chat.tool_format_table import TOOL_FORMATS
@@ -27,7 +28,7 @@ def write_calls(parser: str, calls: Sequence[Call], indent: int | None = None) -
     """Return calls as a model writes them in a format."""
     form = TOOL_FORMATS[parser]
     begin = form.begin if form.needs_marker else ""
-    if not (form.is_list or form.separator or form.call_begin):
+    if form.has_own_markers or not (form.is_list or form.separator or form.call_begin):
         return "\n".join(
             f"{begin}{form.pads}{_write_call(form, call, indent)}{form.pads}{form.end}" for call in calls
         )
@@ -104,6 +105,9 @@ def joined(
 ) -> tuple[str, list[dict[str, str]]]:
     """Return content and calls, joined from deltas like a client does."""
     stream = tool_call_stream(parser, forced, tools)
+    if parser and (before := TOOL_FORMATS[parser].reasoning_parser) and not forced:
+        reader = reasoning_stream(before, False)
+        parts = [*(reader.add(part)[1] for part in parts), reader.finish()[1]]
     deltas: list[ChatDelta] = [*(stream.add(part) for part in parts), stream.finish()]
     calls: list[dict[str, str]] = []
     for delta in deltas:

@@ -51,6 +51,21 @@ def test_examples_of_reasoning_are_separated_from_content(
     assert split(list(text), starts_inside) == (reasoning, content)
 
 
+@pytest.mark.parametrize("parser", [name for name, form in REASONING_FORMATS.items() if form.closing])
+def test_the_mark_behind_an_answer_is_dropped(parser: str) -> None:
+    form = REASONING_FORMATS[parser]
+    for skipped in ("", *form.skipped):
+        begun = f"{form.begin}\nHm.\n{form.end}\n{skipped}\nYes <b> \n"
+        for text in (f"{begun}{form.closing}", f"{begun}\n{form.closing}\n "):
+            for parts in ([text], list(text)):
+                assert split(parts, parser=parser) == ("Hm.", "Yes <b>")
+        cut = f"{begun}{form.closing[:-1]}"
+        for parts in ([cut], list(cut)):
+            stream = reasoning_stream(parser, False)
+            contents = [stream.add(part)[1] for part in parts] + [stream.finish(is_cut=True)[1]]
+            assert "".join(contents).rstrip() == "Yes <b>"
+
+
 FRAGMENTS = ["<think>", "</think>", "<", "</", "think>", " ", "\n", "a", "b c"]
 
 

@@ -102,7 +102,7 @@ def test_chats_are_rendered_as_by_transformers(
 def test_the_templates_cover_every_style() -> None:
     assert len(NAMES) >= 20
     styles = {template(name).style for name in NAMES}
-    assert styles == {"", "hermes", "llama3_json", "mistral", "deepseek_v3"}
+    assert styles == {"", "hermes", "llama3_json", "mistral", "deepseek_v3", "openai"}
     assert template("qwen3").style == template("qwen2").style == template("smollm").style == "hermes"
     assert template("mistral_v3").style == template("mistral_nemo").style == "mistral"
     assert template("llama31").style == "llama3_json"

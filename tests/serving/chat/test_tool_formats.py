@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from inflight.serving.chat.template_environment import compile_template, render_
 from inflight.serving.chat.template_files import TemplateFiles
 from inflight.serving.chat.tool_format_table import TOOL_CALL_PARSERS, TOOL_FORMATS
 from inflight.serving.chat.tool_formats import ArgumentStyle
-from inflight.serving.chat.tool_values import read_python, read_tagged
+from inflight.serving.chat.tool_values import read_bare_keys, read_python, read_tagged
 from tests.serving.chat.answers import Answer, Call, joined, read, tools_of, with_bare_keys, write_calls
 from tests.serving.chat.tool_templates import TOOL_TEMPLATES
 from tests.tiers import examples
@@ -37,7 +38,7 @@ CALLS: list[Call] = [
 ]
 
 
-def rendered(parser: str, calls: list[Call]) -> str:
+def rendered(parser: str, calls: list[Call], in_python: Callable[[Any], str] = repr) -> str:
     """Render calls by a template's part. Values in Python's syntax and with bare keys are written here."""
     source = TOOL_TEMPLATES[parser].replace("v | python", "python(v)")
     source = source.replace("c.arguments | bare(", "bare(c.arguments, ")
@@ -45,7 +46,8 @@ def rendered(parser: str, calls: list[Call]) -> str:
         compile_template(source),
         {
             "calls": [{"name": name, "arguments": values} for name, values in calls],
-            "python": repr,
+            "ids": [f"functions.{name}:{index}" for index, (name, _) in enumerate(calls)],
+            "python": in_python,
             "bare": with_bare_keys,
         },
     )
@@ -75,7 +77,8 @@ def test_a_template_is_detected_by_its_calls(parser: str) -> None:
         part = part[:begin] + bare + part[end:]
     source = (
         "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}"
-        "{% if m.tool_calls %}{% set calls = m.tool_calls | map(attribute='function') | list %}PART{% endif %}"
+        "{% if m.tool_calls %}{% set calls = m.tool_calls | map(attribute='function') | list %}"
+        "{% set ids = m.tool_calls | map(attribute='id') | list %}PART{% endif %}"
         "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
     ).replace("PART", part)
     template = ChatTemplate(TemplateFiles({"default": source}, {}, "test"))
@@ -138,6 +141,13 @@ def test_values_between_tags_have_the_types_of_the_schema() -> None:
     ]
     for text, schema, value in cases:
         assert json.dumps(read_tagged(text, schema)) == json.dumps(value), (text, schema)
+
+
+def test_bare_keys_may_have_values_as_the_template_of_gemma_writes_them() -> None:
+    text = '{a:None,b:[True,false],c:<|"|>None<|"|>,d:{e:1.5}}'
+    wanted = {"a": None, "b": [True, False], "c": "None", "d": {"e": 1.5}}
+    assert read_bare_keys(text, '<|"|>') == wanted
+    assert read_bare_keys("{a:Nothing}", '<|"|>') is None
 
 
 def test_python_calls_may_have_json_names_keywords_and_line_ends() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,6 +61,20 @@ class Guide:
             alternatives = [f"part{len(rules) + number}" for number in range(len(parts))]
             rules += [f"{part} ::= {' | '.join(texts)}" for part, texts in zip(alternatives, parts)]
         return cls(GuideKind.EBNF_GRAMMAR, "\n".join([f"root ::= {' | '.join(alternatives)}", *rules]))
+
+    @classmethod
+    def behind_reasoning(cls, begin: str, end: str, max_tokens: int, answer: Guide | None) -> Guide:
+        """Return a guide that bounds a model's reasoning (`guided/reasoning_budget.py`).
+
+        Args:
+            begin: The text that opens reasoning; "": the text begins with reasoning.
+            end: The text that ends it.
+            max_tokens: Largest number of tokens of the reasoning.
+            answer: The guide of the text behind the reasoning, which then needs `begin` to be "".
+        """
+        asked = {"reasoning": {"begin": begin, "end": end, "max_tokens": max_tokens}}
+        more = {} if answer is None else {"guide": {"type": answer.type.value, "guide": answer.text}}
+        return cls(GuideKind.STRUCTURAL_TAG, json.dumps({**asked, **more}))
 
     def validate(self) -> None:
         """Raise InvalidArgument if a JSON guide has a text or another guide has none."""

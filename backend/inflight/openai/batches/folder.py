@@ -94,9 +94,11 @@ class BatchFolder:
             self._lock = -1
 
     def read_records(self, prefix: str, kind: type[_Record]) -> list[_Record]:
-        """Return the records that `write_record` has written to files with this prefix."""
-        paths = self._path.glob(f"{prefix}*.json")
-        return [msgspec.json.decode(path.read_bytes(), type=kind) for path in paths]
+        """Return the records that `write_record` has written to files with this prefix.
+
+        Raises ConfigError if one is damaged.
+        """
+        return [_read_record(path, kind) for path in self._path.glob(f"{prefix}*.json")]
 
     def write_record(self, name: str, record: msgspec.Struct) -> None:
         """Write a record, in place of an earlier one of this name. A kill leaves one of the two."""
@@ -180,6 +182,14 @@ class BatchFolder:
         self.drop_record(file_id)
         self.content(file_id).unlink(missing_ok=True)
         self.shrink(ENTRY_BYTES + found.bytes)
+
+
+def _read_record(path: Path, kind: type[_Record]) -> _Record:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except msgspec.DecodeError as error:
+        message = f"{path} is damaged ({error}): move it out of the folder of --batch-dir to start without it"
+        raise ConfigError(message) from None
 
 
 def new_file_id() -> str:

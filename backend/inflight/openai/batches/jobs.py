@@ -8,6 +8,7 @@ Runs on the event loop; files are checked on other threads.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -82,9 +83,15 @@ class BatchJobs:
             output_id=new_file_id(),
             error_id=new_file_id(),
         )
-        for file_id in (batch.output_id, batch.error_id):
-            self.folder.open_to_append(file_id).close()
-        self._save(batch)
+        try:
+            for file_id in (batch.output_id, batch.error_id):
+                self.folder.open_to_append(file_id).close()
+            self._save(batch)
+        except OSError:  # the disk is full
+            for file_id in (batch.output_id, batch.error_id):
+                self.folder.content(file_id).unlink(missing_ok=True)
+            self.folder.shrink(3 * ENTRY_BYTES)
+            raise
         self._batches[batch.id] = batch
         self._run_later(batch)
         return batch
@@ -152,6 +159,8 @@ class BatchJobs:
             self._fail(batch, BatchProblem("storage_full", str(error)))
         except Exception:  # clients must see an end, whatever has failed
             _log.exception("%s failed", batch.id)
+            with contextlib.suppress(OSError, BadBatchLine):  # a full disk may have torn the last line
+                await asyncio.to_thread(self._resume, batch)
             self._fail(batch, BatchProblem("server_error", "the server failed; its log has the reason"))
         finally:
             self._cancellable.discard(batch.id)
@@ -210,11 +219,20 @@ class BatchJobs:
         self._end(batch, "failed")
 
     def _end(self, batch: BatchRecord, status: str) -> None:
-        """Make the files of answers visible that are not empty, then change the status."""
-        batch.has_output = self._publish(batch, batch.output_id, "output")
-        batch.has_errors = self._publish(batch, batch.error_id, "error")
-        batch.set_status(status)
-        self._save(batch)
+        """Make the files of answers visible that are not empty, then change the status.
+
+        If the disk is full or the files are gone, only this process knows that the batch has ended.
+        """
+        try:
+            batch.has_output = self._publish(batch, batch.output_id, "output")
+            batch.has_errors = self._publish(batch, batch.error_id, "error")
+            batch.set_status(status)
+            self._save(batch)
+        except OSError as error:
+            _log.exception("the end of %s cannot be kept", batch.id)
+            message = f"the server cannot write the batch's files: {error.strerror}"
+            batch.problems.append(BatchProblem("server_error", message))
+            batch.set_status("failed")
 
     def _publish(self, batch: BatchRecord, file_id: str, kind: str) -> bool:
         if file_id in self.folder:  # a former process has made it visible

@@ -7,6 +7,7 @@ read line by line: only the custom_ids are kept in memory. Any thread.
 
 from __future__ import annotations
 
+import codecs
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ URLS = (
     "/v1/responses",
     "/v1/rerank",
     "/v1/score",
+    "/v1/classify",
 )
 """Routes that a line of a batch may name; each takes the field `priority`."""
 MAX_LINE_BYTES = 64 << 20
@@ -155,6 +157,8 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
     number = 0
     while raw := file.readline(MAX_LINE_BYTES + 1):
         number += 1
+        if number == 1:
+            raw = raw.removeprefix(codecs.BOM_UTF8)
         if len(raw) > MAX_LINE_BYTES and not raw.endswith(b"\n"):
             message = f"the line is longer than {MAX_LINE_BYTES} bytes, the most that is accepted"
             raise BadBatchLine(number, None, message, "line_too_long")

@@ -87,6 +87,8 @@ async def get_file_content(file_id: str, request: Request) -> Response:
     """Return the content of a file."""
     _find_file(request, file_id)
     path = _jobs(request).folder.content(file_id)
+    if not path.is_file():
+        raise ApiError(f"the content of file {file_id!r} has been removed from the server's folder", 404)
     return FileResponse(path, media_type="application/octet-stream")
 
 

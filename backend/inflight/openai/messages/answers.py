@@ -16,6 +16,7 @@ from inflight.openai.messages.error_format import in_anthropics_format
 from inflight.openai.prepared_body import PreparedBody
 from inflight.openai.protocol import ChatBody
 from inflight.openai.streaming import EventStream, event
+from inflight.serving.chat.channels import SEPARATOR
 from inflight.serving.chat.tool_deltas import TextOrder, ToolCallDelta
 
 _DELTAS = {
@@ -73,6 +74,7 @@ class MessageWriter:
         self._reasoning = ReasoningUsage(prompt, prepared.usage)
         self._order = TextOrder()
         self._kind = ""  # of the block that is open
+        self._last_kind = ""  # of the last part; "": there is none
         self._num_blocks = 0
 
     def whole(self, piece: Piece) -> dict[str, Any]:
@@ -111,14 +113,22 @@ class MessageWriter:
 
     def _parts(self, piece: Piece) -> Iterator[_BlockPart]:
         """Yield the parts that the piece adds, in the order in which the model has written them."""
-        reasoning, delta = self._parser.add(piece)
-        if reasoning and self._shows_reasoning:
-            yield _BlockPart("thinking", reasoning)
-        for part in self._order.sorted(delta):
-            if isinstance(part, str):
-                yield _BlockPart("text", part)
-            else:
-                yield _BlockPart("tool_use", part.arguments, part if part.id else None)
+        for reasoning, delta in self._parser.parts(piece):
+            if reasoning and self._shows_reasoning:
+                yield self._text_part("thinking", reasoning)
+            for part in self._order.sorted(delta):
+                if isinstance(part, str):
+                    yield self._text_part("text", part)
+                else:
+                    self._last_kind = "tool_use"
+                    yield _BlockPart("tool_use", part.arguments, part if part.id else None)
+
+    def _text_part(self, kind: str, text: str) -> _BlockPart:
+        """Return a part without the separator of messages, if a block begins with it."""
+        if self._last_kind not in ("", kind):
+            text = text.removeprefix(SEPARATOR)
+        self._last_kind = kind
+        return _BlockPart(kind, text)
 
     def _events_of(self, part: _BlockPart) -> Iterator[dict[str, Any]]:
         if part.call is not None or part.kind != self._kind:

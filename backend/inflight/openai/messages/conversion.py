@@ -31,6 +31,7 @@ _BLOCKS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
         ("thinking", ("thinking",), ("signature",)),
         ("tool_use", ("id", "name", "input"), ("caller",)),
         ("tool_result", ("tool_use_id",), ("content", "is_error")),
+        ("tool_reference", ("tool_name",), ()),
     )
 }
 """The types of blocks: for each, its required fields and all of its fields."""
@@ -44,6 +45,7 @@ _TYPES_OF_FIELDS: dict[str, tuple[type, str]] = {
     "name": (str, "a text"),
     "input": (dict, "an object"),
     "tool_use_id": (str, "a text"),
+    "tool_name": (str, "a text"),
     "is_error": (bool, "true or false"),
 }
 _OF_ROLE = {
@@ -51,7 +53,7 @@ _OF_ROLE = {
     "assistant": ("text", "thinking", "tool_use"),
     "system": ("text",),
 }
-_OF_RESULT = ("text", "image")
+_OF_RESULT = ("text", "image", "tool_reference")
 
 _FIELDS = {
     "stop": "stop_sequences",
@@ -167,6 +169,8 @@ def _thinking(model: ServingModel, body: CountTokensBody) -> dict[str, Any]:
     is_enabled, has_tools = thinking.type == "enabled", bool(body.tools)
     switches = [name for name in _THINKING_SWITCHES if template.reads(name, has_tools)]
     fields["chat_template_kwargs"] = dict.fromkeys(switches, is_enabled)
+    if model.reasoning_parser():
+        fields["thinking_token_budget"] = thinking.budget_tokens
     if not is_enabled:  # a model that reasons nevertheless shows nothing of it
         fields["include_reasoning"] = False
     elif not switches and not model.reasoning_parser():
@@ -344,6 +348,10 @@ class _Chat:
     def _part(self, place: str, block: _Block) -> dict[str, Any]:
         if block["type"] == "text":
             return {"type": "text", "text": block["text"]}
+        if (
+            block["type"] == "tool_reference"
+        ):  # of a client's search for deferred tools, which are in the prompt
+            return {"type": "text", "text": f"The tool {block['tool_name']} is available."}
         if not self.takes_pictures:
             raise invalid(
                 "messages", f"{place}.type is 'image', expected text: this server takes no pictures"

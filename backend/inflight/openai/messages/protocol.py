@@ -30,11 +30,14 @@ _NOT_SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 class MessagesTool(Body):
-    """A tool of a client. Anthropic's own tools, whose `type` has a date, are refused."""
+    """A tool of a client. Anthropic's own tools, whose `type` has a date, are refused.
+
+    Attributes:
+        defer_loading: Has no effect: every tool is in the prompt.
+    """
 
     not_served: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
         "allowed_callers": ((["direct"],), "this server runs no code that could call tools"),
-        "defer_loading": ((False,), "every tool is in the prompt"),
         "input_examples": (([],), "the chat template has no place for them: put them into the description"),
     }
     name: str = Field(min_length=1)
@@ -43,6 +46,7 @@ class MessagesTool(Body):
     type: Literal["custom"] = "custom"
     strict: bool = False
     eager_input_streaming: bool | None = None
+    defer_loading: bool = False
     cache_control: dict[str, Any] | None = None
 
     @model_validator(mode="before")

@@ -22,6 +22,7 @@ _SAME_IN_CHATS = (
     *BodyControls.model_fields,
     *("model", "stream", "parallel_tool_calls", "user", "safety_identifier", "prompt_cache_key", "metadata"),
     *("seed", "stop", "stop_token_ids", "ignore_eos", "priority", "cache_salt", "chat_template_kwargs"),
+    "thinking_token_budget",
 )
 """Fields that a chat has with the same name and meaning."""
 _NO_TOOLS_OF_OWN = "this server runs no tools of its own; send tools of type function"
@@ -97,6 +98,7 @@ class ResponseBody(Body, BodyControls):
     priority: int = 0
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    thinking_token_budget: int | None = Field(None, ge=0, le=MAX_INT32)
 
     @property
     def has_log_probs(self) -> bool:

@@ -1,4 +1,4 @@
-"""The responses that the server keeps for later requests, in memory and within limits.
+"""The responses that the server keeps for later requests, in memory, within limits, and optionally in a file.
 
 Runs on the event loop. Everything kept is JSON, so that its size is known.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+
+from inflight.openai.responses.file import ResponseFile
 
 _Key = tuple[bytes, str]
 
@@ -40,13 +42,24 @@ class KeptResponses:
     Args:
         max_number: Largest number of responses.
         max_bytes: Largest size of all responses in bytes.
+        file: File that has the responses of an earlier process, and gets those that have ended; None: none.
     """
 
-    def __init__(self, max_number: int, max_bytes: int) -> None:
+    def __init__(self, max_number: int, max_bytes: int, file: ResponseFile | None = None) -> None:
         self._max_number = max_number
         self._max_bytes = max_bytes
+        self._file = file
         self._kept: OrderedDict[_Key, KeptResponse] = OrderedDict()
         self.num_bytes = 0
+        for owner, response_id, response, items, output in file.read() if file is not None else ():
+            kept = self._kept[owner, response_id] = KeptResponse(response, items, output)
+            self.num_bytes += kept.num_bytes
+        self._drop_oldest()
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        if self._file is not None:
+            self._file.close()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -71,11 +84,18 @@ class KeptResponses:
         old = self._kept.pop((owner, response_id), None)
         if old is not None:
             self.num_bytes -= old.num_bytes
+            if self._file is not None and old.cancel is None:
+                self._file.delete(owner, response_id)
         return old
 
     def _put(self, key: _Key, kept: KeptResponse) -> None:
         self.delete(*key)
         self._kept[key] = kept
         self.num_bytes += kept.num_bytes
+        if self._file is not None and kept.cancel is None:
+            self._file.put(*key, kept.response, kept.items, kept.output)
+        self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
         while len(self._kept) > self._max_number or self.num_bytes > self._max_bytes:
             self.delete(*next(iter(self._kept)))

@@ -22,6 +22,7 @@ from inflight.openai.prepared_body import PreparedBody
 from inflight.openai.protocol import ChatBody
 from inflight.openai.responses.items import new_item_id
 from inflight.openai.streaming import event
+from inflight.serving.chat.channels import SEPARATOR
 from inflight.serving.chat.tool_deltas import TextOrder, ToolCallDelta
 
 _LAST_EVENTS = {
@@ -105,17 +106,18 @@ class _TextLogProbs:
             self._add(Piece(0, 0, "", (), piece.finish_reason, is_cut=piece.is_cut))
 
     def _add(self, piece: Piece) -> None:
-        reasoning, delta = self._parser.add(piece)
-        if reasoning:
-            self._drop()
-        for part in self._order.sorted(delta):
-            if isinstance(part, str):
-                if not self._is_in_message:
-                    self.of_messages.append([])
-                self.of_messages[-1] += self._take(part)
-            else:
+        for reasoning, delta in self._parser.parts(piece):
+            if reasoning:
                 self._drop()
-            self._is_in_message = isinstance(part, str)
+                self._is_in_message = False
+            for part in self._order.sorted(delta):
+                if isinstance(part, str):
+                    if not self._is_in_message:
+                        self.of_messages.append([])
+                    self.of_messages[-1] += self._take(part)
+                else:
+                    self._drop()
+                self._is_in_message = isinstance(part, str)
 
     def _drop(self) -> None:
         """Forget the undecided tokens except the last, which may also have the beginning of a message."""
@@ -261,18 +263,20 @@ class ResponseWriter:
             self._emit("response.in_progress", response=self.response())
 
     def _add_parts(self, piece: Piece) -> None:
-        reasoning, delta = self._parser.add(piece)
-        if reasoning:
-            self._add_text("reasoning", reasoning)
-        for part in self._order.sorted(delta):
-            if isinstance(part, str):
-                self._add_text("message", part)
-            else:
-                self._add_call(part)
+        for reasoning, delta in self._parser.parts(piece):
+            if reasoning:
+                self._add_text("reasoning", reasoning)
+            for part in self._order.sorted(delta):
+                if isinstance(part, str):
+                    self._add_text("message", part)
+                else:
+                    self._add_call(part)
 
     def _add_text(self, kind: str, text: str) -> None:
         item = self._open
         if item is None or item.kind != kind:
+            if self.output or item is not None:
+                text = text.removeprefix(SEPARATOR)
             item = self._open_item(kind)
         item.texts.append(text)
         more = {"logprobs": self._new_log_probs(item)} if kind == "message" else {}

@@ -7,14 +7,15 @@ from the rest of the answer. There is one parser for each text; it is used by on
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from inflight.serving.chat.channels import ChannelStream
 from inflight.serving.chat.held_text import HeldText, overlap
 from inflight.serving.chat.reasoning_formats import ReasoningFormat, find_reasoning_format
 
 
-def reasoning_stream(parser: str, starts_inside: bool) -> ReasoningStream:
+def reasoning_stream(parser: str, starts_inside: bool) -> ReasoningStream | ChannelStream:
     """Return a parser for one answer.
 
     Args:
@@ -25,6 +26,8 @@ def reasoning_stream(parser: str, starts_inside: bool) -> ReasoningStream:
         InvalidArgument: The parser does not exist.
     """
     form = find_reasoning_format(parser) if parser else ReasoningFormat("", "")
+    if form.has_channels:
+        return ChannelStream(starts_inside)
     return ReasoningStream(form, starts_inside and bool(parser))
 
 
@@ -84,6 +87,7 @@ class ReasoningStream:
     def __init__(self, form: ReasoningFormat, starts_inside: bool) -> None:
         self._begin, self._end = form.begin, form.end
         self._skipped = form.skipped  # texts that may still follow
+        self._closing = form.closing  # text that may still follow, "" for none
         self._text = ""
         self._otherwise = "inside" if starts_inside else "after"  # state without `begin`
         is_open = not form.begin or (starts_inside and not form.is_always)
@@ -100,13 +104,18 @@ class ReasoningStream:
             self._inside()
         return self._reasoning.take(), self._content() if self._place == "after" else ""
 
+    def parts(self, text: str) -> Iterator[tuple[str, str]]:
+        """Append text; yield (reasoning, content) in the order of the text: content follows all reasoning."""
+        yield self.add(text)
+
     def finish(self, is_cut: bool = False) -> tuple[str, str]:
         """End the text; return (reasoning, content): the remaining parts.
 
         Args:
             is_cut: Whether a limit ended the text. An incomplete mark at its end is then dropped.
         """
-        mark = {"start": self._begin, "inside": self._end}.get(self._place, "")
+        marks = {"start": self._begin, "inside": self._end, "after": self._closing}
+        mark = marks[self._place]
         if is_cut and len(self._text.lstrip()) > 1 and mark.startswith(self._text.lstrip()):
             self._text = ""
         if self._place == "start":
@@ -156,7 +165,18 @@ class ReasoningStream:
         if self._drop_leading:
             text = text.lstrip()
             self._drop_leading = not text
-        return text
+        return self._without_closing(text, is_end) if self._closing else text
+
+    def _without_closing(self, text: str, is_end: bool) -> str:
+        """Return the text without the text that ends the answer, of which a beginning is held back."""
+        before, closing, after = text.partition(self._closing)
+        if closing:
+            self._closing, after = "", after.lstrip()
+            self._drop_leading = not after
+            return before.rstrip() + after
+        shown = text if is_end else text[: len(text) - overlap(text, self._closing)].rstrip()
+        self._text = text[len(shown) :]
+        return shown
 
 
 class ReasoningTokens:
@@ -167,7 +187,7 @@ class ReasoningTokens:
         token_bytes: The bytes that each token adds to a text, indexed by token id.
     """
 
-    def __init__(self, stream: ReasoningStream, token_bytes: Sequence[bytes]) -> None:
+    def __init__(self, stream: ReasoningStream | ChannelStream, token_bytes: Sequence[bytes]) -> None:
         self._stream = stream
         self._token_bytes = token_bytes
         self._num_undecided = 0
@@ -181,9 +201,11 @@ class ReasoningTokens:
             raw = self._token_bytes[token_id] if token_id < len(self._token_bytes) else b""
             was_inside = self._stream.is_in_reasoning
             # The marks are ASCII, so the decoding of other bytes does not matter.
-            reasoning, _ = self._stream.add(raw.decode("latin-1"))
+            reasoning, content = self._stream.add(raw.decode("latin-1"))
             self._num_undecided += 1
             if was_inside or reasoning or self._stream.is_in_reasoning:
                 count += self._num_undecided
+                self._num_undecided = 0
+            elif content:
                 self._num_undecided = 0
         return count

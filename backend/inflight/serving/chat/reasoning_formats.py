@@ -19,6 +19,8 @@ class ReasoningFormat:
         end: Text that ends it.
         is_always: Whether an answer begins with reasoning even if neither it nor the prompt has `begin`.
         skipped: Texts of which one may stand before the answer, and is dropped.
+        closing: Text that ends the answer, and is dropped; "": none.
+        has_channels: Whether an answer is a sequence of messages with headers, which `channels.py` separates.
         models: The models that write these marks, for the documentation.
     """
 
@@ -26,6 +28,8 @@ class ReasoningFormat:
     end: str
     is_always: bool = False
     skipped: tuple[str, ...] = ()
+    closing: str = ""
+    has_channels: bool = False
     models: str = ""
 
 
@@ -36,7 +40,7 @@ REASONING_FORMATS = {
     "openai_gptoss": ReasoningFormat(
         "<|channel|>analysis<|message|>",
         "<|end|>",
-        skipped=("<|start|>assistant<|channel|>final<|message|>", "<|channel|>final<|message|>"),
+        has_channels=True,
         models="gpt-oss",
     ),
     "gemma4": ReasoningFormat("<|channel>thought", "<channel|>", models="Gemma 4"),
@@ -46,17 +50,25 @@ REASONING_FORMATS = {
         "<|START_THINKING|>",
         "<|END_THINKING|>",
         skipped=("<|START_RESPONSE|>",),
+        closing="<|END_RESPONSE|>",
         models="Command A Reasoning",
     ),
     "apertus": ReasoningFormat("<|inner_prefix|>", "<|inner_suffix|>", models="Apertus"),
     "longcat": ReasoningFormat("<longcat_think>", "</longcat_think>", models="LongCat-Flash-Thinking"),
     "exaone_deep": ReasoningFormat("<thought>", "</thought>", models="EXAONE Deep"),
     "apriel": ReasoningFormat(
-        "Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]", models="Apriel Thinker 1.5"
+        "Here are my reasoning steps:",
+        "[BEGIN FINAL RESPONSE]",
+        closing="[END FINAL RESPONSE]",
+        models="Apriel Thinker 1.5",
     ),
     "reflection": ReasoningFormat("<thinking>", "</thinking>", models="Reflection"),
-    "hunyuan_a13b": ReasoningFormat("<think>", "</think>", skipped=("<answer>",), models="Hunyuan A13B"),
-    "ernie45": ReasoningFormat("<think>", "</think>", skipped=("<response>",), models="ERNIE 4.5 Thinking"),
+    "hunyuan_a13b": ReasoningFormat(
+        "<think>", "</think>", skipped=("<answer>",), closing="</answer>", models="Hunyuan A13B"
+    ),
+    "ernie45": ReasoningFormat(
+        "<think>", "</think>", skipped=("<response>",), closing="</response>", models="ERNIE 4.5 Thinking"
+    ),
 }
 """The formats by name. `auto` takes the first whose marks are in the template."""
 

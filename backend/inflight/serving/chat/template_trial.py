@@ -13,14 +13,16 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from itertools import product
 from typing import Any
 
 import jinja2
 
 from inflight.serving.chat.messages import EmptyContent, Message, MessageForm
+from inflight.serving.chat.reasoning import reasoning_stream
 from inflight.serving.chat.template_environment import render_bounded
 from inflight.serving.chat.tool_calls import tool_call_stream
-from inflight.serving.chat.tool_format_table import TOOL_CALL_PARSERS
+from inflight.serving.chat.tool_format_table import TOOL_CALL_PARSERS, find_tool_format
 
 TOOLS_NAMES = ("tools", "xml_tools", "python_tools")
 """Names that templates use for the variable with the tools. Tools are passed by the first that a template
@@ -30,8 +32,9 @@ USUAL_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """The roles of messages in OpenAI's API, including former ones."""
 
 _PROBE = "pr0be"
-_CALL_ID = "abcdef123"  # nine letters or digits, as Mistral's templates require
 _NAME, _ARGUMENTS = "pr0be_function", {"pr0be_key": "pr0be value"}
+_CALL_ID = "abcdef123"  # nine letters or digits, as Mistral's templates require
+_NUMBERED_ID = f"functions.{_NAME}:0"  # Kimi K2's template writes the id, and not the name
 _TOOL = {
     "type": "function",
     "function": {
@@ -121,9 +124,16 @@ def find_call_style(trial: Trial, form: MessageForm) -> CallStyle:
     It is found in a rendered call, or if the template renders no calls, in its instructions about tools.
     """
     user = _user(form.takes_text)
-    call = _calling(form.empty_content, form.arguments_as_text, form.takes_text)
+    calls = [
+        _calling(form.empty_content, form.arguments_as_text, form.takes_text, call_id=call_id)
+        for call_id in (_CALL_ID, _NUMBERED_ID)
+    ]
+    instructions = trial.rendered(user, tools=True) or ""
+    said = next((parser for parser, each in _EXAMPLES.items() if re.search(each, instructions)), "")
     example = ""
-    for has_tools in (True, False):  # without tools, no instructions can look like a call
+    for has_tools, call in product(
+        (True, False), calls
+    ):  # without tools, no instructions can look like a call
         begun = trial.rendered(user, tools=has_tools, begins_answer=True)
         whole = trial.rendered(user, call, tools=has_tools)
         if begun is None or whole is None:
@@ -132,14 +142,13 @@ def find_call_style(trial: Trial, form: MessageForm) -> CallStyle:
         lengths = {parser: _read(parser, written) for parser in TOOL_CALL_PARSERS}
         readers = [parser for parser, length in lengths.items() if length is not None]
         if readers:  # the best reader leaves the least of the call's syntax as content
-            return CallStyle(min(readers, key=lambda parser: lengths[parser] or 0), written[:_SHOWN])
+            best = min(readers, key=lambda parser: lengths[parser] or 0)
+            # Phi-4-mini's template leaves the marker out of the calls that it renders.
+            has_lost_marker = said in _MAY_LOSE_MARKER and not find_tool_format(best).needs_marker
+            return CallStyle(said if has_lost_marker else best, written[:_SHOWN])
         if not example and _PROBE in written:
             example = written[:_SHOWN]
-    if example:
-        return CallStyle("", example)
-    instructions = trial.rendered(user, tools=True) or ""
-    said = (parser for parser, example in _EXAMPLES.items() if re.search(example, instructions))
-    return CallStyle(next(said, ""), "")
+    return CallStyle("", example) if example else CallStyle(said, "")
 
 
 def find_treatment(trial: Trial, form: MessageForm, role: str) -> RoleTreatment:
@@ -176,12 +185,16 @@ def _parts(text: str) -> list[Any]:
 
 
 def _calling(
-    content: EmptyContent, arguments_as_text: bool, takes_text: bool, arguments: Any = _ARGUMENTS
+    content: EmptyContent,
+    arguments_as_text: bool,
+    takes_text: bool,
+    arguments: Any = _ARGUMENTS,
+    call_id: str = _CALL_ID,
 ) -> Message:
     """Return an assistant message with a tool call and without content."""
     if arguments_as_text and not isinstance(arguments, str):
         arguments = json.dumps(arguments)
-    call = {"id": _CALL_ID, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
+    call = {"id": call_id, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
     return {"role": "assistant", **content.field(takes_text), "tool_calls": [call]}
 
 
@@ -225,6 +238,9 @@ def _common_length(begun: str, whole: str) -> int:
 
 def _read(parser: str, written: str) -> int | None:
     """Return the length of what a parser treats as content in `written`; None if it does not read the call."""
+    if before := find_tool_format(parser).reasoning_parser:
+        reader = reasoning_stream(before, False)
+        written = "".join(content for _, content in (reader.add(written), reader.finish()))
     stream = tool_call_stream(parser)
     deltas = (stream.add(written), stream.finish())
     calls = [call for delta in deltas for call in delta.tool_calls]
@@ -242,5 +258,7 @@ _EXAMPLES = {
     "hermes": r'<tool_call>\s*\{\s*"name"\s*:',
     "mistral": r'\[TOOL_CALLS\]\s*\[\s*\{\s*"name"\s*:',
     "llama3_json": r'\{"name": function name, "parameters": ',
+    "phi4_mini_json": r'functools\s*\[\s*\{\s*"name"\s*:',
 }
 """Patterns by parser that find an example of a call in a template's instructions about tools."""
+_MAY_LOSE_MARKER = ("phi4_mini_json",)

@@ -6,10 +6,8 @@ Immutable. Standard library only; any thread.
 from __future__ import annotations
 
 from inflight.errors import InvalidArgument
+from inflight.serving.chat.channels import CALL_BEGIN, CALL_END, CALL_NAME_END
 from inflight.serving.chat.tool_formats import ArgumentStyle, ArgumentTags, Ids, ToolFormat
-
-_XML_TAGS = ArgumentTags('<parameter name="', '">', "</parameter>", pads=True)
-_QWEN_TAGS = ArgumentTags("<parameter=", ">", "</parameter>", pads=True)
 
 TOOL_FORMATS = {
     "llama3_json": ToolFormat(
@@ -48,7 +46,9 @@ TOOL_FORMATS = {
         call_begin="<function=",
         name_end=">",
         call_end="</function>",
-        tags=_QWEN_TAGS,
+        tags=ArgumentTags("<parameter=", ">", "</parameter>", pads=True),
+        has_own_markers=True,
+        pads="\n",
         models="Qwen3-Coder, Qwen 3.5, Step 3.5, Nemotron 3",
     ),
     "pythonic": ToolFormat(
@@ -60,6 +60,7 @@ TOOL_FORMATS = {
         "<|python_end|>",
         is_list=True,
         separator=",",
+        has_special_marker=True,
         models="Llama 4",
     ),
     "deepseek_v3": ToolFormat(
@@ -95,6 +96,7 @@ TOOL_FORMATS = {
             "</｜DSML｜parameter>",
             text_key_end='" string="true">',
         ),
+        pads="\n",
         models="DeepSeek V3.2",
     ),
     "glm45": ToolFormat(
@@ -123,7 +125,8 @@ TOOL_FORMATS = {
         call_begin='<invoke name="',
         name_end='">',
         call_end="</invoke>",
-        tags=_XML_TAGS,
+        tags=ArgumentTags('<parameter name="', '">', "</parameter>"),
+        pads="\n",
         models="MiniMax M2",
     ),
     "granite": ToolFormat(
@@ -136,6 +139,7 @@ TOOL_FORMATS = {
         ArgumentStyle.BARE_KEYS,
         "<tool_call|>",
         call_begin="call:",
+        has_own_markers=True,
         quote='<|"|>',
         models="Gemma 4",
     ),
@@ -144,11 +148,17 @@ TOOL_FORMATS = {
         ArgumentStyle.BARE_KEYS,
         "<end_function_call>",
         call_begin="call:",
+        has_own_markers=True,
         quote="<escape>",
         models="FunctionGemma",
     ),
     "olmo3": ToolFormat(
-        "<function_calls>", ArgumentStyle.PYTHON, "</function_calls>", separator="\n", models="OLMo 3"
+        "<function_calls>",
+        ArgumentStyle.PYTHON,
+        "</function_calls>",
+        separator="\n",
+        pads="\n",
+        models="OLMo 3",
     ),
     "lfm2": ToolFormat(
         "<|tool_call_start|>",
@@ -156,6 +166,7 @@ TOOL_FORMATS = {
         "<|tool_call_end|>",
         is_list=True,
         separator=",",
+        has_special_marker=True,
         models="LFM2",
     ),
     "minimax": ToolFormat("<tool_calls>", end="</tool_calls>", separator="\n", models="MiniMax M1"),
@@ -170,7 +181,9 @@ TOOL_FORMATS = {
         call_begin="<function=",
         name_end=">",
         call_end="</function>",
-        tags=_QWEN_TAGS,
+        tags=ArgumentTags("<parameter=", ">", "</parameter>"),
+        has_own_markers=True,
+        pads="\n",
         models="Seed-OSS",
     ),
     "internlm": ToolFormat(
@@ -190,10 +203,23 @@ TOOL_FORMATS = {
         name_end='">',
         call_end="</steptml:invoke><｜tool_call_end｜>",
         tags=ArgumentTags('<steptml:parameter name="', '">', "</steptml:parameter>"),
+        pads="\n",
         models="Step 3",
     ),
     "longcat": ToolFormat(
         "<longcat_tool_call>", end="</longcat_tool_call>", pads="\n", models="LongCat-Flash"
+    ),
+    "longcat_xml": ToolFormat(
+        "<longcat_tool_call>",
+        ArgumentStyle.TAGS,
+        "</longcat_tool_call>",
+        tags=ArgumentTags(
+            "<longcat_arg_key>",
+            "</longcat_arg_key>",
+            "</longcat_arg_value>",
+            value_begin="<longcat_arg_value>",
+        ),
+        models="later LongCat models",
     ),
     "functionary": ToolFormat(
         "<function=",
@@ -201,6 +227,15 @@ TOOL_FORMATS = {
         "</function>",
         name_end=">",
         models="Functionary 3.1, Llama 3.1 with own functions",
+    ),
+    "openai": ToolFormat(
+        CALL_BEGIN,
+        ArgumentStyle.JSON,
+        CALL_END,
+        name_end=CALL_NAME_END,
+        has_special_marker=True,
+        reasoning_parser="openai_gptoss",
+        models="gpt-oss",
     ),
     "command_a": ToolFormat(
         "<|START_ACTION|>",

@@ -73,7 +73,10 @@ class ToolFormat:
         quote: The quotation mark, with ArgumentStyle.BARE_KEYS.
         ids: The form of ids that the model's template requires.
         has_special_marker: Whether `begin` is a special token, which a guide cannot require.
+        has_own_markers: Whether each call has its own markers, where several may also follow one.
         pads: Text between the markers and the call that a guide requires.
+        reasoning_parser: Name of the reasoning format whose parser has to read the answer first, because it
+            passes calls on in this form; "": none.
         models: The models that write this format, for the documentation.
     """
 
@@ -94,8 +97,16 @@ class ToolFormat:
     quote: str = '"'
     ids: Ids = Ids.RANDOM
     has_special_marker: bool = False
+    has_own_markers: bool = False
     pads: str = ""
+    reasoning_parser: str = ""
     models: str = ""
+
+    @property
+    def is_group(self) -> bool:
+        """Return whether the markers stand around all calls, not around each."""
+        is_group = bool(self.is_list or self.separator or self.call_begin)
+        return self.needs_marker and is_group and not self.has_own_markers
 
     @property
     def has_json(self) -> bool:

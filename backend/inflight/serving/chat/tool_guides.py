@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from inflight.core.request.guide import Guide, GuideKind
 from inflight.errors import InvalidArgument, Name
+from inflight.serving.chat.argument_fields import argument_fields, is_writable
 from inflight.serving.chat.messages import plain_json
 from inflight.serving.chat.tool_format_table import find_tool_format
 from inflight.serving.chat.tool_formats import ArgumentStyle, ToolFormat
@@ -97,9 +98,9 @@ def tool_guide(
     choice = read_tool_choice(tools, tool_choice)
     if not choice.is_forced:
         return None
-    form = find_tool_format(forced_parser(parser))
+    form = find_tool_format(forced_parser(parser, tools))
     structures = [
-        {"name": name, "schema": parameters, **_texts(form, name)}
+        {"name": name, **_structure(form, name, parameters)}
         for name, parameters in _functions(tools)
         if choice.mode == "required" or name == choice.name
     ]
@@ -109,17 +110,28 @@ def tool_guide(
         "begin": begin,
         "separator": f"{form.separator} " if form.separator.strip() else "\n",
         "end": end,
-        "only_one": choice.mode == "named" or not parallel,
+        # A model with channels ends its answer after a call.
+        "only_one": choice.mode == "named" or not parallel or bool(form.reasoning_parser),
     }
     return Guide(GuideKind.STRUCTURAL_TAG, json.dumps({"structures": structures, "sequence": sequence}))
 
 
-def forced_parser(parser: str) -> str:
-    """Return the format of forced calls: the model's own, or `json` if it has none or one without JSON.
+def forced_parser(parser: str, tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return the format of forced calls: the model's own, or `json` if a guide cannot force that format.
 
     The guide makes the model follow the format.
+
+    Args:
+        parser: One of TOOL_CALL_PARSERS; "": the model has none.
+        tools: OpenAI's tools. Some schemas can only be followed in JSON.
     """
-    return parser if parser and find_tool_format(parser).has_json else "json"
+    form = find_tool_format(parser) if parser else None
+    if form is None or form.has_json:
+        return parser or "json"
+    is_forced = is_writable(form) and all(
+        _fields(form, schema) is not None for _, schema in _functions(tools)
+    )
+    return parser if is_forced else "json"
 
 
 def forced_prefix(parser: str, starts_inside_reasoning: bool = False) -> str:
@@ -127,34 +139,47 @@ def forced_prefix(parser: str, starts_inside_reasoning: bool = False) -> str:
 
     It is the format's marker if that is a special token, which a guide cannot require. It is "" for other
     formats, and if the answer begins inside reasoning.
+
+    Args:
+        parser: The format of the calls, as `forced_parser` returned it.
+        starts_inside_reasoning: As in `tool_guide`.
     """
-    form = find_tool_format(forced_parser(parser))
+    form = find_tool_format(parser)
     return form.begin if form.has_special_marker and not starts_inside_reasoning else ""
 
 
-def _texts(form: ToolFormat, name: str) -> dict[str, str]:
-    """Return the texts that a guide requires before and after a call's arguments."""
+def _structure(form: ToolFormat, name: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """Return what a guide requires of a call: the texts around the arguments, and their schema or fields."""
     begin, end = form.call_begin, form.call_end
-    if not _is_group(form) and form.needs_marker and not form.has_special_marker:
+    if not form.is_group and form.needs_marker and not form.has_special_marker:
         begin, end = f"{form.begin}{form.pads}{begin}", f"{end}{form.pads}{form.end}"
-    if form.arguments is ArgumentStyle.JSON:
-        number = ":0" if form.is_numbered else ""
-        return {"begin": f"{begin}{name}{number}{form.name_end}", "end": end}
-    keys = f'{{"{form.name_key}": {json.dumps(name)}, "{form.arguments_key}": '
-    return {"begin": f"{begin}{keys}", "end": f"}}{end}"}
+    match form.arguments:
+        case ArgumentStyle.OBJECT:
+            keys = f'{{"{form.name_key}": {json.dumps(name)}, "{form.arguments_key}": '
+            return {"begin": f"{begin}{keys}", "schema": schema, "end": f"}}{end}"}
+        case ArgumentStyle.JSON:
+            number = ":0" if form.is_numbered else ""
+            return {"begin": f"{begin}{name}{number}{form.name_end}", "schema": schema, "end": end}
+        case ArgumentStyle.PYTHON:
+            fields = {"fields": _fields(form, schema), "separator": ", "}
+            return {"begin": f"{begin}{name}(", **fields, "end": f"){end}"}
+        case _:
+            line = "" if end.startswith("\n") else "\n"
+            fields = {"fields": _fields(form, schema), "separator": ""}
+            return {"begin": f"{begin}{name}{form.name_end}", **fields, "end": f"{line}{end}"}
+
+
+def _fields(form: ToolFormat, schema: dict[str, Any]) -> list[dict[str, Any]] | None:
+    return argument_fields(form, schema, json.dumps(schema))
 
 
 def _group(form: ToolFormat) -> tuple[str, str]:
     """Return the texts that a guide requires before and after all calls."""
     begin, end = ("[", "]") if form.is_list else ("", "")
-    if not _is_group(form):
+    if not form.is_group:
         return begin, end
-    return f"{'' if form.has_special_marker else form.begin}{begin}", f"{end}{form.end}"
-
-
-def _is_group(form: ToolFormat) -> bool:
-    """Return whether the markers stand around all calls, not around each."""
-    return form.needs_marker and bool(form.is_list or form.separator or form.call_begin)
+    marker = "" if form.has_special_marker else form.begin
+    return f"{marker}{form.pads}{begin}", f"{end}{form.pads}{form.end}"
 
 
 def _functions(tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, dict[str, Any]]]:

@@ -82,7 +82,10 @@ def read_python(text: str) -> dict[str, Any] | None:
 
 
 def _with_underscore(found: re.Match[str]) -> str:
-    return f"_{found[1]}" if found[1] else found[0].replace("\n", "\\n")
+    if found[1]:
+        return f"_{found[1]}"
+    text = read_json(found[0]) if found[0][0] == '"' else None  # JSON has escapes that Python does not have
+    return found[0].replace("\n", "\\n") if text is None else repr(text)
 
 
 def _argument(keyword: ast.keyword) -> str:
@@ -117,9 +120,16 @@ def read_bare_keys(text: str, quote: str) -> dict[str, Any] | None:
     """Return the value of an object such as `{key:<|"|>text<|"|>}`; None if it is invalid."""
     parts = text.split(quote)
     for index, part in enumerate(parts):
-        parts[index] = json.dumps(part) if index % 2 else _BARE_KEY.sub(r'\1"\2":', part)
+        parts[index] = json.dumps(part) if index % 2 else _without_bare_words(part)
     found = read_json("".join(parts))
     return cast(dict[str, Any], found) if isinstance(found, dict) else None
+
+
+def _without_bare_words(text: str) -> str:
+    """Return a part outside of texts with quotation marks around keys, and with JSON's names of values."""
+    return _PYTHON_NAME.sub(
+        lambda found: json.dumps(_PYTHON_NAMES[found[0]]), _BARE_KEY.sub(r'\1"\2":', text)
+    )
 
 
 def read_tagged(text: str, schema: Mapping[str, Any] | None) -> Any:
@@ -188,4 +198,5 @@ _NAMES: dict[str, Any] = {"true": True, "false": False, "null": None}
 _STRING_OR_NAME = re.compile(
     r'"(?:\\.|[^"\\])*"|' + r"'(?:\\.|[^'\\])*'" + r"|\b([A-Za-z_]\w*)(?=\s*=)", re.DOTALL
 )
+_PYTHON_NAME = re.compile(r"(?<=[:\[,])(?:None|True|False)(?=[,\]}]|\Z)")
 _BARE_KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:\"]+)\s*:")
