@@ -369,7 +369,7 @@ def soak(given: argparse.Namespace, folder: Path) -> tuple[Load, list[Sample]]:
             now = list(watch(server, begun_s, load.ended.total()))
             samples.extend(now)
             if table and output:
-                table.writerows(map(asdict, now))
+                table.writerows([asdict(each) for each in now])
                 output.flush()
 
         load.run(given.minutes * 60, look)
