@@ -218,6 +218,35 @@ def test_two_thousand_connections_are_served_and_two_thousand_idle_ones_disturb_
         assert ask_v1(ready["openai"]) == expected and ask_triton(ready["http"])
 
 
+def test_clients_that_do_not_read_delay_nobody_and_lose_nothing(serving: Command) -> None:
+    ready = serving.ready_line()
+    watch_log(serving)
+    body = {
+        "model": "code",
+        "prompt": PROMPT,
+        "max_tokens": 3000,
+        "temperature": 0,
+        "stream": True,
+        "logprobs": 5,
+    }
+    with post(f"{ready['openai']}/v1/completions", **body) as answer:
+        expected = texts_of(answer.read())
+    with contextlib.ExitStack() as stack:
+        answers = [stack.enter_context(post(f"{ready['openai']}/v1/completions", **body)) for _ in range(5)]
+        with Clients(ready) as clients:
+            time.sleep(10)  # all answers are complete, or wait for their readers
+            clients.wait_answered()
+        assert not clients.wrong and not clients.num_repeated
+        assert all(texts_of(answer.read()) == expected for answer in answers)
+
+
+def texts_of(stream: bytes) -> str:
+    """Return the text of a stream that came to its end."""
+    *events, end = [line[6:] for line in stream.split(b"\n") if line.startswith(b"data: ")]
+    assert end == b"[DONE]"
+    return "".join(json.loads(event)["choices"][0]["text"] for event in events)
+
+
 def connect(url: str) -> socket.socket:
     host, _, port = url.partition("://")[2].partition(":")
     return socket.create_connection((host, int(port)), timeout=PATIENCE_S)
