@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import random
 import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
 
+from inflight.adapters.cache import HostAdapterCache
+from inflight.adapters.lora_rows import CheckedAdapter
 from inflight.batch_manager import GptManager
 from inflight.config import CapacityPolicy, SchedulingConfig
+from inflight.core.request.adapter import LoraRequest
 from inflight.core.request.engine_description import EngineDescription
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response
@@ -14,6 +20,7 @@ from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.batch import EngineLimits
 from inflight.core.scheduler import Scheduler
 from inflight.endpoint.local import LocalEngineClient
+from inflight.errors import BadAdapter
 from inflight.testing.fake_engine import FakeEngine
 from inflight.testing.fake_model import expected_tokens
 
@@ -94,3 +101,39 @@ def test_closing_answers_the_remaining_requests():
     client.close()
     assert receiver.done.is_set()
     assert receiver.responses[-1].error.code == "UNAVAILABLE"
+
+
+def test_a_request_that_ends_while_it_waits_for_its_adapter_is_forgotten_without_another_request():
+    limits = replace(LIMITS, num_adapter_pages=4, adapter_page_rank=8, max_adapter_rank=8)
+    scheduler, may_read = Scheduler(SchedulingConfig(), limits), threading.Event()
+
+    def read(lora: LoraRequest) -> CheckedAdapter:
+        assert may_read.wait(60)
+        raise BadAdapter("no such adapter")
+
+    client = LocalEngineClient(EngineDescription(limits), lambda: manager.notify())
+    cache = HostAdapterCache(read, 100, lambda: manager.notify())
+    manager = GptManager(
+        FakeEngine(limits),
+        scheduler,
+        client.get_inference_requests,
+        client.send_response,
+        client.poll_stop_signals,
+        adapters=cache,
+    )
+    receiver = Receiver()
+    handle = client.submit(Request(0, (1, 2), 5, lora=LoraRequest(1)), receiver)
+    wait_until(lambda: [each.users for each in cache.list_adapters()] == [1])
+    handle.stop()
+    assert receiver.done.wait(60)
+    wait_until(lambda: [each.users for each in cache.list_adapters()] == [0])
+    may_read.set()
+    assert manager.shutdown()
+    cache.close()
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not is_true():
+        assert time.monotonic() < end
+        time.sleep(0.001)

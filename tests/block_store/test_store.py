@@ -127,6 +127,18 @@ def test_blocks_that_wait_are_written_before_the_end(make, tmp_path):
     assert set(make(tmp_path).store.update().saved) == {A, B, C}
 
 
+def test_blocks_that_a_slow_disk_has_not_written_in_time_are_left(make, tmp_path, may_write, monkeypatch):
+    monkeypatch.setattr(store_module, "_CLOSE_S", 0.01)
+    store = make(tmp_path).store
+    store.carry_out(StoreCommands(saves=pieces(a=1, b=2, c=3)))
+    store.close()
+    may_write.set()
+    for thread in store._threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in store._threads)
+    assert len(store._files.keys()) == 1
+
+
 def test_the_devices_memory_is_free_after_the_end(make, tmp_path):
     one = make(tmp_path)
     memory = weakref.ref(one.memory)

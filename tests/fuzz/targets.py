@@ -5,6 +5,7 @@ A target may raise the errors that its parser documents; anything else is a find
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import io
@@ -18,17 +19,20 @@ from typing import Any
 import numpy as np
 import torch
 from gguf import GGUFWriter
+from openai._streaming import SSEDecoder
 from safetensors.torch import save
 
 from inflight.adapters.peft_folder import read_peft_folder
 from inflight.checkpoint_config import ConfigFile
 from inflight.endpoint import frames
-from inflight.errors import InflightError
+from inflight.errors import InflightError, Name
 from inflight.gguf.config import make_config
 from inflight.gguf.header import read_header
 from inflight.gguf.tokenizer import make_tokenizer
 from inflight.models.registry import describe
 from inflight.openai.batches.lines import read_requests
+from inflight.openai.streaming import event
+from inflight.pictures.sources import SourceRules, read_picture
 from inflight.receipts.document import parse, to_request
 from inflight.safetensors_header import tensor_ranges
 from inflight.server.config_text import fill_fields, read_parameters, set_parameters
@@ -391,10 +395,36 @@ _BATCH_LINE: dict[str, Any] = {
 }
 
 
+def server_sent_events(data: bytes) -> None:
+    """Texts in the events of a stream: the official client finds the same events, however they are divided."""
+    text = data.decode("utf-8", "replace")
+    texts = [text, *text.split("\n")]
+    stream = b"".join(event({"text": each}, "delta" * (at % 2)) for at, each in enumerate(texts))
+    pieces, at = [], 0
+    for byte in data:
+        pieces.append(stream[at : at + byte])
+        at += byte
+    for parts in ([stream], [*pieces, stream[at:]]):
+        found = [json.loads(each.data)["text"] for each in SSEDecoder().iter_bytes(iter(parts))]
+        assert found == texts
+
+
+def picture_url(data: bytes) -> None:
+    """URLs of pictures, by the operator's rules that allow the least: any text, and data: URLs with changes."""
+    for url in (
+        data.decode("latin-1"),
+        edited(b"data:image/png;base64,aGVsbG8=", Choices(data)).decode("latin-1"),
+    ):
+        reading = read_picture(url, Name("url"), SourceRules())
+        with contextlib.suppress(InflightError):
+            asyncio.run(reading)
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
     target.__name__: target
     for target in (
         endpoint_frames, endpoint_stream, config_json, config_text, safetensors_header, tokenizer_json, gguf_file,
         peft_folder, config_pbtxt, receipt, tool_calls, reasoning, batch_lines,
+        server_sent_events, picture_url,
     )
 }  # fmt: skip

@@ -26,6 +26,7 @@ import pytest
 from inflight.core.request.request import Request
 from inflight.endpoint.server import EndpointServer
 from inflight.openai.options import API_KEYS_VARIABLE, OpenAiOptions
+from inflight.server import kept_process
 from inflight.server.errors import OptionError
 from inflight.server.openai_process import OpenAiProcess
 from inflight.server.ports import Ports, resolve_host, resolve_ports
@@ -111,6 +112,23 @@ def test_a_killed_endpoint_is_started_again(folder: Path) -> None:
         assert started.status() == 200
         (line,) = started.said.getvalue().splitlines()
         assert line == "serve: the OpenAI endpoint ended (exit status -9) and is started again now"
+
+
+def test_a_stopped_endpoint_is_killed_and_started_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_process, "_LOOK_S", 0.1)
+    with running(folder) as started:
+        first = started.pid()
+        os.kill(first, signal.SIGSTOP)
+        assert eventually(lambda: started.pid() not in (0, first), 60)
+        assert eventually(lambda: is_listening(started.options.port), 60)
+        assert not is_alive(first)
+        lines = started.said.getvalue().splitlines()
+        assert lines == [
+            "serve: the OpenAI endpoint was stopped by a signal for 0.1 s, and is killed",
+            "serve: the OpenAI endpoint ended (exit status -9) and is started again now",
+        ]
 
 
 def is_listening(port: int) -> bool:

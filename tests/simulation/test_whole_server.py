@@ -13,8 +13,10 @@ from inflight.testing.machine.whole_server import WholeServer
 from tests.tiers import examples, with_all
 
 from .mutations import MUTATIONS, Mutation
+from .mutations_of_storage import MUTATIONS_OF_STORAGE
 
-_SOON = MUTATIONS[::3]
+_ALL = (*MUTATIONS, *MUTATIONS_OF_STORAGE)
+_SOON = _ALL[::3]
 _NUM_SEEDS = 2000
 
 
@@ -34,7 +36,7 @@ def test_a_seed_always_does_the_same(seed: int) -> None:
     assert whole_server.run(seed) == whole_server.run(seed)
 
 
-@pytest.mark.parametrize("mutation", with_all(MUTATIONS, _SOON), ids=lambda each: each.name)
+@pytest.mark.parametrize("mutation", with_all(_ALL, _SOON), ids=lambda each: each.name)
 def test_a_planted_mistake_is_revealed(mutation: Mutation) -> None:
     with mutation.planted():
         assert any(map(_fails, range(_NUM_SEEDS))), f"{_NUM_SEEDS} seeds and nothing noticed"

@@ -299,7 +299,9 @@ class GptManager:
         self._instruments.end()
         self._inspections.answer(batch)
         can_rest = not had_work or (batch is None and num_due == 0 and self._scheduler.can_only_wait)
-        return not can_rest or bool(inputs.new_requests) or has_more
+        # After the end of the last request, the next iteration's inputs let adapters and guides forget it.
+        all_ended = was_active and not self._scheduler.num_active
+        return not can_rest or bool(inputs.new_requests) or has_more or all_ended
 
     def _schedule(self, responses: list[Response]) -> ScheduledBatch | None:
         """Return the next batch. If `schedule` raises, return None and add the resulting responses."""

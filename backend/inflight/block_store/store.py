@@ -153,6 +153,7 @@ class HostBlockStore:
         self._dropped: list[bytes] = []
         self._ended: list[LoadResult] = []
         self._is_failing = False  # whether the last write failed
+        self._is_over = False  # whether the threads leave what still waits
         self._saves: queue.SimpleQueue[_Save | None] = queue.SimpleQueue()
         self._loads: queue.SimpleQueue[tuple[BlockLoad, float] | None] = queue.SimpleQueue()
         self._threads = [
@@ -218,7 +219,7 @@ class HostBlockStore:
     # ---------------------------------------------------------------- the thread that saves
 
     def _write_all(self) -> None:
-        while (save := self._saves.get()) is not None:
+        while (save := self._saves.get()) is not None and not self._is_over:
             removed = self._write(save)
             with self._lock:
                 self._waiting_bytes -= save.content.size
@@ -260,7 +261,7 @@ class HostBlockStore:
             is_state: np.empty(size, dtype=np.uint8)
             for is_state, size in ((False, self._memory.block_bytes), (True, self._memory.state_bytes))
         }
-        while (job := self._loads.get()) is not None:
+        while (job := self._loads.get()) is not None and not self._is_over:
             load, begun = job
             count = self._load(load, buffers)
             self._pays.loaded(count, time.monotonic() - begun)
@@ -302,6 +303,7 @@ class HostBlockStore:
         self._loads.put(None)
         for thread in self._threads:
             thread.join(_CLOSE_S)
+        self._is_over = True
         vars(self).pop("_memory", None)
         if self._files is not None:
             self._files.close()

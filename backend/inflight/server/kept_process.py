@@ -1,7 +1,8 @@
 """A Python process beside the server that is kept running: restarted when it is lost, ended with the server.
 
 Like all of the server's processes it is found by the server's folder, so it ends with the server even if this
-launcher is killed (`keeper`). Owns one thread, which waits until the process ends and restarts it.
+launcher is killed (`keeper`). Owns one thread, which waits until the process ends and restarts it, also after
+it was stopped for a while (SIGSTOP).
 """
 
 import contextlib
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
+from inflight.processes import ProcessId, stat_fields
 from inflight.server import orphans
 from inflight.server.log import ServerLog
 from inflight.server.runtime_directory import FOLDER_VARIABLE, UMASK
@@ -24,6 +26,8 @@ _POLL_S = 0.05
 _PAUSES_S = (0.0, 0.5, 1.0, 2.0)
 """Seconds before a restart, by the number of processes lost in a row. The last number is for all further
 restarts."""
+_LOOK_S = 10.0  # between two looks whether a process is stopped
+_STOPPED = "T"  # the state in /proc/PID/stat; that of a process in a debugger is "t"
 _PROVEN_S = 60.0
 """After a process has run for this many seconds, the number of processes lost in a row is reset."""
 
@@ -106,7 +110,7 @@ class KeptProcess(ABC):
             log = ServerLog(process.stderr, self._echo, has_gpu=True)
             # The process writes one line when it listens, and no line if it ends before.
             self._was_up |= bool(process.stdout.readline())
-            status = process.wait()
+            status = self._wait(process)
             process.stdout.close()
             if self._ending.is_set():
                 return
@@ -120,6 +124,19 @@ class KeptProcess(ABC):
             when = f"in {pause_s:g} s" if pause_s else "now"
             self._write_line(f"{self._name} ended (exit status {status}) and is started again {when}")
             self._ending.wait(pause_s)
+
+    def _wait(self, process: "subprocess.Popen[bytes]") -> int:
+        """Wait until a process ends, and return its exit status. Kill it if two looks in a row find it stopped."""
+        running = ProcessId.of(process.pid)
+        was_stopped = False
+        while running is not None and not running.wait(_LOOK_S):
+            fields = stat_fields(process.pid)
+            is_stopped = fields is not None and fields[0] == _STOPPED
+            if is_stopped and was_stopped:
+                self._write_line(f"{self._name} was stopped by a signal for {_LOOK_S:g} s, and is killed")
+                process.kill()
+            was_stopped = is_stopped
+        return process.wait()
 
     def _start_one(self, arguments: tuple[str, ...]) -> "subprocess.Popen[bytes] | None":
         """Start a process; return None if the end has begun."""

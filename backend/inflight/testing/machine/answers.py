@@ -10,6 +10,7 @@ from inflight.core.request.stop import FINISH_REASON_OF_STOP, FinishReason, Stop
 from inflight.errors import InflightError
 from inflight.testing.fake_model import Conditions
 from inflight.testing.simulation.alone import compare_outputs, search_alone, sequence_alone
+from inflight.testing.simulation.host_cache import digest_of
 
 
 @dataclass
@@ -63,7 +64,7 @@ def check_ticket(ticket: Ticket, vocab_size: int) -> None:
 
 def _check_sequence(ticket: Ticket, index: int, whole: SequenceResult, vocab_size: int) -> None:
     request = ticket.request
-    alone = sequence_alone(request, index, vocab_size, Conditions.of(request, b"", None))
+    alone = sequence_alone(request, index, vocab_size, _conditions(request))
     if not whole.is_sequence_final:
         tokens = _new_tokens(request, whole)
         assert tokens == alone.tokens[: len(tokens)], f"tokens {tokens}, alone {alone.tokens}"
@@ -75,6 +76,10 @@ def _check_sequence(ticket: Ticket, index: int, whole: SequenceResult, vocab_siz
     compare_outputs(request, whole, [alone], vocab_size)
 
 
+def _conditions(request: Request) -> Conditions:
+    return Conditions.of(request, digest_of(request.lora) if request.lora else b"")
+
+
 def _new_tokens(request: Request, result: SequenceResult) -> tuple[int, ...]:
     tokens, count = result.output_token_ids[0], result.num_output_tokens[0]
     return tokens[len(tokens) - count :]
@@ -82,7 +87,7 @@ def _new_tokens(request: Request, result: SequenceResult) -> tuple[int, ...]:
 
 def _check_search(ticket: Ticket, results: list[SequenceResult], vocab_size: int) -> None:
     request = ticket.request
-    steps = search_alone(request, vocab_size, Conditions.of(request, b"", None))
+    steps = search_alone(request, vocab_size, _conditions(request))
     final = results[-1]
     if not final.is_sequence_final:
         return

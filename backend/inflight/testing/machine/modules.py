@@ -20,6 +20,7 @@ from typing import Any
 from inflight.core.report.stats import MemoryUsage
 from inflight.serving import memory
 
+from .disk import Disk
 from .scheduler import Machine
 from .sockets import Network, Selector
 from .threads import (
@@ -32,6 +33,8 @@ from .threads import (
 )
 
 _LAZY = (
+    "inflight.adapters.commands",
+    "inflight.block_store",
     "inflight.build",
     "inflight.engine_parts",
     "inflight.batch_manager",
@@ -54,8 +57,13 @@ _OWN = __package__ or ""
 
 
 @contextlib.contextmanager
-def on(machine: Machine, network: Network) -> Generator[None]:
-    """Run the package's code on a machine in this context. Log lines are dropped."""
+def on(machine: Machine, network: Network, disk: Disk | None = None) -> Generator[None]:
+    """Run the package's code on a machine in this context. Log lines are dropped.
+
+    Args:
+        machine, network: The machine, and its sockets.
+        disk: The disk for saved KV blocks; None: they are not saved in files.
+    """
     for name in _LAZY:
         importlib.import_module(name)
     simulated_queue = on_machine(machine, SimpleQueue)
@@ -70,6 +78,7 @@ def on(machine: Machine, network: Network) -> Generator[None]:
     defaults: dict[Any, Any] = {
         time.monotonic: simulated[time].monotonic,
         time.monotonic_ns: simulated[time].monotonic_ns,
+        time.time: simulated[time].time,
         threading.Event.wait: MachineEvent.wait,
     }
     replaced: list[tuple[Any, str, object]] = []
@@ -83,6 +92,8 @@ def on(machine: Machine, network: Network) -> Generator[None]:
         names = dict(simulated)
         if module.__name__ == "inflight.endpoint.path":
             names[os] = network.files_of_sockets()
+        if module.__name__ == "inflight.block_store.files" and disk is not None:
+            names[os] = disk.functions()
         for name, value in list(vars(module).items()):
             if isinstance(value, (ModuleType, type)) and value in names:
                 replace(module, name, names[value])

@@ -94,6 +94,12 @@ class RankedServer(WholeServer):
         self._ranks: list[Process] = []
         self._mains: list[Fiber] = []
 
+    def _has_adapters(self) -> bool:
+        return False
+
+    def _saves_blocks(self) -> bool:
+        return False
+
     # ---------------------------------------------------------------- processes
 
     def _start_engine(self) -> None:

@@ -32,12 +32,13 @@ class Stream:
         arrived: Bytes that can be read.
         is_ended: Whether the writing side has closed it; bytes on their way still arrive.
         is_refused: Whether the reading side takes no more: writing raises BrokenPipeError.
-        is_reset: Whether reading and writing raise ConnectionResetError.
+        is_reset: Whether it is broken: bytes on their way are lost, and writing raises ConnectionResetError.
+        is_reset_unread: Whether the next call that reads raises ConnectionResetError, as only one of them does.
     """
 
     def __init__(self, machine: Machine) -> None:
         self.arrived = bytearray()
-        self.is_ended = self.is_refused = self.is_reset = False
+        self.is_ended = self.is_refused = self.is_reset = self.is_reset_unread = False
         self.readers, self.writers = Waiters(machine), Waiters(machine)
         self.selectors: list[Waiters] = []
         self._machine = machine
@@ -99,8 +100,8 @@ class Stream:
         self.writers.wake()
 
     def reset(self) -> None:
-        """Break the stream: bytes on their way are lost, and both sides raise ConnectionResetError."""
-        self.is_reset = True
+        """Break the stream: bytes on their way are lost."""
+        self.is_reset = self.is_reset_unread = True
         self._on_their_way.clear()
         self.end()
 
@@ -294,6 +295,8 @@ class Socket:
                 if self._timeout_s is not None:
                     raise TimeoutError("timed out")
                 raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            if self._in is not None and stream.is_refused:
+                self._in.is_reset_unread = False  # a sender that waits takes the error from the reader
 
     def _check_writable(self, stream: Stream) -> None:
         if stream.is_reset:
@@ -312,7 +315,8 @@ class Socket:
             if not stream.readers.wait(self._timeout_s):
                 raise TimeoutError("timed out")
             received += stream.read(count - len(received))
-        if stream.is_reset and not received:
+        if stream.is_reset_unread and not received:
+            stream.is_reset_unread = False
             raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
         return received
 

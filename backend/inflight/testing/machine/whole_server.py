@@ -15,24 +15,30 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 from zlib import crc32
 
+from inflight import build
+from inflight.adapters.commands import AdapterCommands
 from inflight.build import RunningEngine, build_engine
 from inflight.config import Parameters
+from inflight.core.request.adapter_command import AdapterAction, AdapterCommand
 from inflight.core.request.handle import RequestHandle
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import StopReason
-from inflight.core.schedule.batch import EngineLimits, ScheduledBatch
 from inflight.endpoint.client import SocketEngineClient
-from inflight.errors import ConfigError, InflightError, StepFailed, Unavailable
+from inflight.errors import ConfigError, InflightError, NotFound, StepFailed, Unavailable
 from inflight.load_model import LoadedModel
-from inflight.testing.fake_engine import FakeEngine, FakeLogits
-from inflight.testing.simulation.integrity import check_integrity
+from inflight.testing.fake_engine import FakeEngine
+from inflight.testing.simulation.host_cache import NUM_TASKS
 from inflight.testing.simulation.scenario import draw
 
-from . import modules
+from . import modules, rare_branches
+from .adapters import AdapterReader
 from .answers import Ticket, check_ticket
+from .closed_engine import FailingDevice, check_closed
+from .disk import Disk, EngineBlocks
 from .scheduler import Machine, Process
 from .sockets import Network
 from .threads import Lock
@@ -65,35 +71,6 @@ class RunReport:
     trace: int
 
 
-class _LoopDies(BaseException):
-    """An error that the loop does not survive."""
-
-
-class FailingDevice(FakeEngine):
-    """A fake engine that sometimes raises, as a device does.
-
-    Attributes:
-        must_die: Whether the next batch ends the loop; `has_died`: whether it has.
-        batches: Iterations of the batches so far.
-    """
-
-    def __init__(self, limits: EngineLimits, seconds_per_step: float, fails: Callable[[], bool]) -> None:
-        super().__init__(limits, seconds_per_step)
-        self._fails = fails
-        self.must_die = self.has_died = False
-        self.batches: list[int] = []  # iterations
-
-    def forward(self, batch: ScheduledBatch) -> FakeLogits:
-        """Compute a batch, or raise."""
-        self.batches.append(batch.iteration)
-        if self._fails():
-            raise RuntimeError("the simulated device failed")
-        if self.must_die:
-            self.has_died = True
-            raise _LoopDies
-        return super().forward(batch)
-
-
 class WholeServer:
     """One run of a whole server, with its engine, front ends, users and faults.
 
@@ -108,17 +85,28 @@ class WholeServer:
         self.network = Network(self.machine)
         self.rng = random.Random(seed + 1)
         overlaps = self.rng.random() < 0.3
+        self._adapters = AdapterReader(self.machine) if self._has_adapters() else None
         self.limits = replace(
             scenario.limits,
-            num_adapter_pages=0,
+            num_adapter_pages=scenario.limits.num_adapter_pages if self._adapters else 0,
             overlaps_iterations=overlaps,
             takes_all_processors=self.rng.random() < 0.4,
         )
-        self.requests = [replace(request, lora=None) for request in scenario.requests.values()]
+        self.requests = [
+            request if self._adapters else replace(request, lora=None)
+            for request in scenario.requests.values()
+        ]
         self.invalid = scenario.invalid
         self.tickets: list[Ticket] = []
         self.faults: Counter[str] = Counter()
+        self._seed = seed
         self._config = scenario.config
+        self._disk = (
+            Disk(self.machine) if self._config.enable_kv_cache_reuse and self._saves_blocks() else None
+        )
+        self._largest_on_disk = self.rng.choice([1000, 100_000])
+        self._host_bytes = self.rng.choice([0, 0, 500, 100_000])
+        self._memories: list[EngineBlocks] = []
         self._step_s = self.rng.choice([0.0, 0.001, 0.02, 0.2])
         self._fails = self.rng.choice([0.0, 0.0, 0.02, 0.2])
         self._has_slow_readers = self.rng.random() < 0.4
@@ -135,8 +123,19 @@ class WholeServer:
 
     def run(self) -> RunReport:
         """Run to the end, and check all promises."""
-        machine = self.machine
-        with modules.on(machine, self.network):
+        try:
+            return self._run()
+        finally:
+            if self._disk is not None:
+                self._disk.remove()
+
+    def _run(self) -> RunReport:
+        machine, make = self.machine, self._make_adapters
+        with (
+            rare_branches.chosen_by(self._seed),
+            modules.on(machine, self.network, self._disk),
+            patch.object(build, "make_adapters", make),
+        ):
             operator = machine.start_process("operator")
             machine.spawn(operator, self._operate, "operator")
             machine.run_until(self._is_done, _LONGEST_S)
@@ -158,6 +157,14 @@ class WholeServer:
                 crc32(str(answers).encode()),
             )
 
+    def _has_adapters(self) -> bool:
+        """Choose whether requests have adapters."""
+        return self.rng.random() < 0.4
+
+    def _saves_blocks(self) -> bool:
+        """Choose whether KV blocks are saved in files."""
+        return self.rng.random() < 0.5
+
     @classmethod
     def fewest_faults(cls, seed: int) -> str:
         """Return how few of its faults a failing seed needs: the shortest prefix of them with which it fails."""
@@ -176,6 +183,7 @@ class WholeServer:
     def _is_idle(self) -> bool:
         """Whether the engine holds nothing of requests and of connections that have ended."""
         assert self._engine is not None and self._engine._endpoint is not None
+        saved = self._engine._manager._scheduler.kv_cache.saved
         connections = list(self._engine._endpoint._connections)
         num_alive = sum(process.is_alive for process in self._front_ends)
         return (
@@ -183,6 +191,8 @@ class WholeServer:
             and not self._engine.client._targets
             and len(connections) <= num_alive
             and not any(each._handles or each._delivery._waiting for each in connections)
+            and not (saved is not None and saved.loads)
+            and not (self._engine._adapters is not None and self._engine._adapters.cache._used)
         )
 
     # ---------------------------------------------------------------- processes
@@ -208,14 +218,29 @@ class WholeServer:
             self._engine = engine
 
     def _parameters(self) -> Parameters:
-        return replace(
+        given = replace(
             Parameters(), scheduler=self._config, enable_state_requests=True, stats_check_period_ms=0
+        )
+        if self._disk is None:
+            return given
+        return replace(
+            given,
+            kv_cache_dir=self._disk.path,
+            kv_cache_disk_bytes=self._largest_on_disk,
+            engine=replace(given.engine, kv_cache_host_memory_bytes=self._host_bytes),
         )
 
     def _load(self, parameters: Parameters, version_dir: str, rank_context: object) -> LoadedModel:
         device = FailingDevice(self.limits, self._step_s, self._step_fails)
         self._devices.append(device)
-        return LoadedModel(device, "", "none", ())
+        blocks = None if self._disk is None else EngineBlocks(self.machine, device, not self._host_bytes)
+        self._memories += [] if blocks is None else [blocks]
+        return LoadedModel(device, "", "none", (), block_memory=blocks)
+
+    def _make_adapters(
+        self, parameters: Parameters, model: LoadedModel, notify: Callable[[], None]
+    ) -> AdapterCommands | None:
+        return None if self._adapters is None else self._adapters.make(notify)
 
     def _step_fails(self) -> bool:
         if self._chaos_is_over or self.rng.random() >= self._fails:
@@ -246,6 +271,8 @@ class WholeServer:
             self.machine.sleep(self.rng.random() * self.rng.choice([0.01, 1.0, 5.0]))
             if self.rng.random() < 0.1:
                 self._ask_for_state(client)
+            if self._adapters is not None and self.rng.random() < 0.2:
+                self._unload_an_adapter(client)
             mine.append(self._submit(client))
             while self.rng.random() < 0.6 and not mine[-1].is_answered:
                 self.machine.sleep(0.05)
@@ -294,6 +321,17 @@ class WholeServer:
             return
         assert state["unanswered_requests"] >= state["queued_requests"] >= 0
 
+    def _unload_an_adapter(self, client: SocketEngineClient) -> None:
+        command = AdapterCommand(AdapterAction.UNLOAD, task_id=self.rng.randrange(NUM_TASKS))
+        begun_ns = self.machine.now_ns
+        try:
+            client.adapters(command, _QUERY_TIMEOUT_S)
+        except NotFound:
+            pass
+        except Unavailable:
+            is_expected = self._has_slow_readers or self._was_disturbed(begun_ns, self.machine.now_ns)
+            assert is_expected, "no answer to a command"
+
     # ---------------------------------------------------------------- faults
 
     def _operate(self) -> None:
@@ -308,6 +346,15 @@ class WholeServer:
         while self._engine is None:
             self.machine.sleep(0.5)
         self._chaos_is_over = True
+        if self._disk is not None:
+            self._disk.is_full = False
+
+    def _fill_disk(self) -> None:
+        """Let writing to the disk fail for a while."""
+        if self._disk is not None:
+            self._disk.is_full = True
+            self.machine.sleep(self.rng.random() * 10)
+            self._disk.is_full = False
 
     def _cause(self, kind: str) -> None:
         self.faults[kind] += 1
@@ -369,7 +416,7 @@ class WholeServer:
         closing = self.machine.spawn(process, lambda: self._has_closed(engine.close(timeout_s)), "unload")
         while not closing.has_ended:
             self.machine.sleep(0.05)
-        self._check_engine(engine)
+        check_closed(engine, self._memories)
         assert PATH not in self.network.files, "the socket's file is left"
         self._engine = None
 
@@ -435,23 +482,24 @@ class WholeServer:
     def _check_error(self, ticket: Ticket, error: InflightError) -> None:
         if isinstance(error, Unavailable):
             is_full = self._config.max_queue_size and "queue" in str(error)
+            is_full = is_full or (ticket.request.lora is not None and "PEFT Cache is full" in str(error))
             assert is_full or self._was_disturbed(ticket.submitted_ns, ticket.answered_ns), (
                 f"refused without a fault: {error}"
             )
+        elif self._adapter_failed(ticket):
+            pass
         elif isinstance(error, StepFailed):
             assert any(ticket.submitted_ns <= each <= ticket.answered_ns for each in self._failures_ns), error
         else:
             assert ticket.request.request_id in self.invalid, f"an unexpected error: {error!r}"
 
-    def _check_engine(self, engine: RunningEngine) -> None:
-        """Check that an engine that was closed in order holds nothing."""
-        scheduler = engine._manager._scheduler
-        check_integrity(scheduler)
-        assert not scheduler.num_active, f"{scheduler.num_active} requests are still active"
-        assert not scheduler.kv_cache.pool.num_held, "blocks leaked"
-        client = engine.client
-        left = (client._targets, client._queue, client._stopped_in_queue, client._stop_signals)
-        assert not any(left), f"the client still has requests: {left}"
+    def _adapter_failed(self, ticket: Ticket) -> bool:
+        """Whether the adapter of a request could not be read while the request was unanswered."""
+        failures = [] if self._adapters is None else self._adapters.failures
+        return any(
+            lora == ticket.request.lora and ticket.submitted_ns <= at <= ticket.answered_ns
+            for at, lora in failures
+        )
 
     def _check_threads(self) -> None:
         """Check that the engine's threads have ended."""
@@ -484,6 +532,7 @@ FAULTS: dict[str, Callable[[WholeServer], None]] = {
     "front end stopped": lambda server: server._stop_front_end(),
     "connection cut": lambda server: server._cut(),
     "clock set": lambda server: server._set_clock(),
+    "disk full": lambda server: server._fill_disk(),
 }
 """The faults that an operator causes, by name."""
 

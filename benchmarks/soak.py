@@ -1,0 +1,398 @@
+"""Send requests of every kind to a server for hours, and watch memory, files and threads of its processes.
+
+Starts the same server as `scripts/serve --openai-port`, with a LoRA adapter and saved KV blocks. The prompts are
+few, and each kind of request must have the same answer every time. Every `--interval` seconds a line for each
+process is appended to `--csv`. Prints one line of JSON last: how many requests there were, and each process's
+figures after the first sixth of the time and at the end. The exit status is 1 if an answer was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import json
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from http.client import HTTPResponse
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from safetensors.numpy import save_file
+
+from benchmarks.measuring.options import new_parser, positive
+from inflight.server import runtime_directory
+from inflight.server.launch import ServerOptions, TritonServer, serve
+from inflight.server.ports import Ports
+from inflight.server.repository import default_repository
+from inflight_client import Client, Guide
+
+_MIB = 1 << 20
+_TIMEOUT_S = 300.0
+_ADAPTER, _RANK = "soak", 8
+_PROMPTS = tuple("def " * (4 * n) + name for n, name in enumerate(("add(a, b):", "main():", "read(path):")))
+_SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Figures of one process at one moment.
+
+    Attributes:
+        second: Seconds since the start.
+        process: Its name, the same after a restart.
+        pid: Its id.
+        resident_mib, private_mib: Resident memory, and the part of it that no other process has.
+        descriptors, threads: How many it has open.
+        shm_mib, shm_files: Shared memory of the whole server in /dev/shm, and its files.
+        requests: Requests that have ended.
+    """
+
+    second: int
+    process: str
+    pid: int
+    resident_mib: float
+    private_mib: float
+    descriptors: int
+    threads: int
+    shm_mib: float
+    shm_files: int
+    requests: int
+
+
+WATCHED = ("resident_mib", "private_mib", "descriptors", "threads", "shm_mib", "shm_files")
+"""The figures that must stay flat."""
+
+
+class Load:
+    """Clients that send one request after another, each of a kind chosen at random.
+
+    Args:
+        server: The server, with /v1.
+        rate: Requests per second of all clients together.
+
+    Attributes:
+        ended: How many requests ended, by kind.
+        wrong: Texts of wrong answers and errors, at most 20.
+    """
+
+    def __init__(self, server: TritonServer, rate: float) -> None:
+        self._server, self._rate = server, rate
+        self._client = Client(server.grpc)
+        self._lock = threading.Lock()
+        self._is_over = threading.Event()
+        self._known: dict[str, object] = {}
+        self.ended: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self.kinds: Mapping[str, Callable[[random.Random, str], object]] = {
+            "grpc": lambda chance, text: self._generate(text),
+            "seed": lambda chance, text: self._generate(text, temperature=1.0, top_k=20, seed=7),
+            "sequences": lambda chance, text: self._generate(text, num_return_sequences=3, top_k=5, seed=1),
+            "beams": lambda chance, text: self._generate(text, beam_width=3),
+            "stop words": lambda chance, text: self._generate(text, stop_words=["return", "("]),
+            "log probs": lambda chance, text: self._generate(
+                text, return_log_probs=True, num_top_log_probs=2
+            ),
+            "guide": lambda chance, text: self._generate(text, guide=Guide.json_schema(_SCHEMA)),
+            "new guide": self._new_guide,
+            "lora": lambda chance, text: self._generate(text, lora=_ADAPTER),
+            "drafts": lambda chance, text: self._generate(text, prompt_lookup_num_tokens=4),
+            "stream": self._stream,
+            "left stream": self._left_stream,
+            "cancel": self._cancel,
+            "deadline": lambda chance, text: self._ended(text, allotted_time_ms=chance.randint(1, 50)),
+            "refused": self._refused,
+            "http": self._http,
+            "closed http": self._closed_http,
+            "completions": lambda chance, text: self._v1("completions", prompt=text),
+            "chat": lambda chance, text: self._v1(
+                "chat/completions", messages=[{"role": "user", "content": text}], logprobs=True
+            ),
+            "v1 stream": lambda chance, text: self._v1("completions", prompt=text, stream=True),
+            "closed v1": self._closed_v1,
+            "metrics": self._metrics,
+            "state": lambda chance, text: self._client.state() and None,
+            "adapter commands": self._adapter_commands,
+        }
+
+    def run(self, seconds: float, watch: Callable[[], None]) -> None:
+        """Send requests for so many seconds; calls `watch` in between, in this thread."""
+        num_clients = 8
+        clients = [
+            threading.Thread(target=self._send_on, args=(random.Random(n), num_clients / self._rate))
+            for n in range(num_clients)
+        ]
+        for client in clients:
+            client.start()
+        end_s = time.monotonic() + seconds
+        try:
+            while time.monotonic() < end_s and self._server.returncode is None:
+                watch()
+        finally:
+            self._is_over.set()
+            for client in clients:
+                client.join()
+            self._client.close()
+
+    def _send_on(self, chance: random.Random, every_s: float) -> None:
+        while not self._is_over.wait(chance.expovariate(1 / every_s)):
+            kind, number = chance.choice(list(self.kinds)), chance.randrange(len(_PROMPTS))
+            try:
+                answer = self.kinds[kind](chance, _PROMPTS[number])
+            except Exception as error:
+                self._note_wrong(f"{kind}: {type(error).__name__}: {error}")
+                continue
+            self._check(f"{kind} {number}", answer)
+            with self._lock:
+                self.ended[kind] += 1
+
+    def _check(self, name: str, answer: object) -> None:
+        """Compare an answer with the first of its kind; None is not compared."""
+        with self._lock:
+            known = self._known.setdefault(name, answer)
+        if answer is not None and answer != known:
+            self._note_wrong(f"{name}: {answer!r}, before {known!r}")
+
+    def _note_wrong(self, text: str) -> None:
+        with self._lock:
+            self.ended["wrong"] += 1
+            if len(self.wrong) < 20:
+                self.wrong.append(text)
+
+    # ---------------------------------------------------------------- kinds of requests
+
+    def _generate(self, text: str, **options: Any) -> object:
+        done = self._client.generate(text, max_tokens=24, **options)
+        return [(each.text, each.finish_reason) for each in done.sequences]
+
+    def _ended(self, text: str, **options: Any) -> None:
+        done = self._client.generate(text, max_tokens=400, end_id=-1, **options)
+        assert done.sequences[0].finish_reason in ("LENGTH", "TIMED_OUT"), done
+
+    def _new_guide(self, chance: random.Random, text: str) -> None:
+        word = f"{chance.randrange(10**9):x}"
+        assert self._client.generate(text, max_tokens=30, guide=Guide("regex", word)).text.strip() == word
+
+    def _stream(self, chance: random.Random, text: str) -> object:
+        return "".join(delta.text for delta in self._client.stream(text, max_tokens=40))
+
+    def _left_stream(self, chance: random.Random, text: str) -> None:
+        with contextlib.closing(self._client.stream(text, max_tokens=900, end_id=-1)) as deltas:  # type: ignore[type-var]
+            assert list(islice(deltas, chance.randint(1, 9)))
+
+    def _cancel(self, chance: random.Random, text: str) -> None:
+        request_id = f"soak-{chance.randrange(10**12)}"
+        timer = threading.Timer(chance.random() * 0.2, self._client.cancel, (request_id,))
+        timer.start()
+        done = self._client.generate(text, max_tokens=900, end_id=-1, request_id=request_id)
+        timer.join()
+        assert done.sequences[0].finish_reason in ("CANCELLED", "LENGTH"), done
+
+    def _refused(self, chance: random.Random, text: str) -> None:
+        try:
+            self._client.generate(text, max_tokens=5, top_p=2.0)
+        except Exception as error:
+            assert "top_p" in str(error), error
+        else:
+            raise AssertionError("top_p of 2 was accepted")
+
+    def _http(self, chance: random.Random, text: str) -> object:
+        with self._post_to_triton("generate", text, 24) as answer:
+            return json.loads(answer.read())["text_output"]
+
+    def _closed_http(self, chance: random.Random, text: str) -> None:
+        with self._post_to_triton("generate_stream", text, 900) as answer:
+            assert answer.readline()
+
+    def _v1(self, path: str, **body: Any) -> object:
+        with self._post_to_v1(path, max_tokens=24, temperature=0, **body) as answer:
+            if body.get("stream"):
+                lines = [line[6:] for line in answer if line.startswith(b"data: ")]
+                assert lines.pop().strip() == b"[DONE]"
+                return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+            choice = json.loads(answer.read())["choices"][0]
+            return choice["text"] if "text" in choice else choice["message"]["content"]
+
+    def _closed_v1(self, chance: random.Random, text: str) -> None:
+        with self._post_to_v1("completions", prompt=text, max_tokens=900, stream=True) as answer:
+            assert answer.readline()
+
+    def _metrics(self, chance: random.Random, text: str) -> None:
+        with urllib.request.urlopen(f"http://{self._server.metrics}/metrics", timeout=_TIMEOUT_S) as page:
+            assert b"nv_trt_llm_" in page.read()
+
+    def _adapter_commands(self, chance: random.Random, text: str) -> None:
+        with contextlib.suppress(Exception):  # the adapter is not loaded, or another client's request uses it
+            self._client.unload_adapter(_ADAPTER)
+        self._client.load_adapter(_ADAPTER)
+
+    def _post_to_triton(self, path: str, text: str, num_tokens: int) -> HTTPResponse:
+        body = {"text_input": text, "max_tokens": num_tokens, "stream": path == "generate_stream"}
+        return _post(f"http://{self._server.http}/v2/models/ensemble/{path}", body)
+
+    def _post_to_v1(self, path: str, **body: Any) -> HTTPResponse:
+        return _post(f"{self._server.openai}/v1/{path}", {"model": "demo_model", **body})
+
+
+def _post(url: str, body: Mapping[str, Any]) -> HTTPResponse:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    return urllib.request.urlopen(request, timeout=_TIMEOUT_S)
+
+
+def watch(server: TritonServer, begun_s: float, num_requests: int) -> Iterator[Sample]:
+    """Yield the present figures of each process of a server.
+
+    Args:
+        server: The server.
+        begun_s: When the load began, by `time.monotonic`.
+        num_requests: Requests that have ended.
+    """
+    folder = server.repository.path.parent
+    shared = [path.stat().st_size for path in runtime_directory.shared_memory_files(folder) if path.is_file()]
+    names: Counter[str] = Counter()
+    for pid in sorted({server.pid, *(each.pid for each in runtime_directory.find_processes(folder))}):
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            name = _name(process, server.pid)
+            names[name] += 1
+            memory = process.memory_full_info()
+            yield Sample(
+                round(time.monotonic() - begun_s),
+                f"{name} {names[name]}" if names[name] > 1 else name,
+                pid,
+                round(memory.rss / _MIB, 2),
+                round(memory.uss / _MIB, 2),
+                process.num_fds(),
+                process.num_threads(),
+                round(sum(shared) / _MIB, 2),
+                len(shared),
+                num_requests,
+            )
+
+
+def _name(process: psutil.Process, server_pid: int) -> str:
+    """Return a name that tells a process from the server's others."""
+    if process.pid == server_pid:
+        return "tritonserver"
+    words = process.cmdline()
+    for word in words:
+        if word.endswith("/model.py"):
+            return f"stub {Path(word).parents[1].name}"
+    return next((word for word in words if word.startswith("inflight.")), process.name())
+
+
+def judge(samples: list[Sample]) -> dict[str, dict[str, tuple[float, float]]]:
+    """Return each process's medians of each figure, in the second sixth of the time and in the last one."""
+    by_process: dict[str, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        by_process[sample.process].append(sample)
+    end = max(sample.second for sample in samples)
+    result: dict[str, dict[str, tuple[float, float]]] = {}
+    for name, mine in by_process.items():
+        early = [each for each in mine if end / 6 <= each.second <= end / 3] or mine
+        late = [each for each in mine if each.second >= end * 5 / 6] or mine
+        result[name] = {figure: (_median(early, figure), _median(late, figure)) for figure in WATCHED}
+    return result
+
+
+def _median(samples: list[Sample], figure: str) -> float:
+    return statistics.median(float(getattr(each, figure)) for each in samples)
+
+
+def write_adapter(folder: Path, checkpoint: Path) -> None:
+    """Write a PEFT folder with random weights for the queries of all layers of a checkpoint."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    hidden, width = config["hidden_size"], config["head_dim"] * config["num_attention_heads"]
+    generator = np.random.default_rng(0)
+    weights = {}
+    for layer in range(config["num_hidden_layers"]):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        weights[f"{name}.lora_A.weight"] = generator.standard_normal((_RANK, hidden), np.float32) * 0.05
+        weights[f"{name}.lora_B.weight"] = generator.standard_normal((width, _RANK), np.float32) * 0.05
+    folder.mkdir(parents=True)
+    save_file(weights, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": _RANK, "lora_alpha": 2 * _RANK, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+
+
+def report(given: argparse.Namespace, load: Load, samples: list[Sample]) -> dict[str, object]:
+    """Return the line of JSON."""
+    return {
+        "bench": "soak",
+        "minutes": round(max(sample.second for sample in samples) / 60, 1),
+        "requests": dict(sorted(load.ended.items())),
+        "wrong": load.wrong,
+        "processes": judge(samples),
+        "setup": {"rate": given.rate, "minutes": given.minutes},
+    }
+
+
+def soak(given: argparse.Namespace, folder: Path) -> tuple[Load, list[Sample]]:
+    """Run a server under load; return the load and all figures.
+
+    Args:
+        given: The command line.
+        folder: An empty folder for the adapter and the saved KV blocks.
+    """
+    write_adapter(folder / "adapters" / _ADAPTER, default_repository() / "tensorrt_llm/1/demo_model")
+    settings = {
+        "lora_dir": str(folder / "adapters"),
+        "enable_adapter_commands": "true",
+        "enable_state_requests": "true",
+        "kv_cache_dir": str(folder / "blocks"),
+        "kv_cache_disk_bytes": str(256 * _MIB),
+        "max_tokens_in_paged_kv_cache": "8192",
+    }
+    samples: list[Sample] = []
+    with contextlib.ExitStack() as stack:
+        output = stack.enter_context(open(given.csv, "w", newline="")) if given.csv else None
+        table = output and csv.DictWriter(output, [each.name for each in fields(Sample)])
+        if table:
+            table.writeheader()
+        options = ServerOptions(ports=Ports(openai=0))
+        server = stack.enter_context(serve(settings=settings, options=options))
+        load, begun_s = Load(server, given.rate), time.monotonic()
+
+        def look() -> None:
+            time.sleep(min(given.interval, given.minutes * 60))
+            now = list(watch(server, begun_s, load.ended.total()))
+            samples.extend(now)
+            if table and output:
+                table.writerows([asdict(each) for each in now])
+                output.flush()
+
+        load.run(given.minutes * 60, look)
+        if server.returncode is not None:
+            load.wrong.append(f"the server ended: {server.log_text()[-2000:]}")
+    return load, samples
+
+
+def main() -> int:
+    """Run the command line; return 1 if an answer was wrong."""
+    parser = new_parser("soak", __doc__)
+    parser.add_argument("--minutes", type=float, default=120.0, help="how long (default: %(default)g)")
+    parser.add_argument("--rate", type=positive, default=4, help="requests per second (default: %(default)s)")
+    parser.add_argument(
+        "--interval", type=float, default=60.0, help="seconds between figures (default: %(default)g)"
+    )
+    parser.add_argument("--csv", type=Path, help="file for the figures of all processes")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="inflight-soak-") as folder:
+        load, samples = soak(given, Path(folder))
+    print(json.dumps(report(given, load, samples)))
+    return 1 if load.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

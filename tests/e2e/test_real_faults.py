@@ -1,0 +1,437 @@
+"""Faults of the machine under load, on a real server: clients that retry get the answers that they got before.
+
+Each test prints how long the server took to answer again. Those that need rights, for a file system or a control
+group of their own, are skipped without them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import inflight
+from inflight.server import runtime_directory
+from inflight.testing.fake_server import make_fake_repository
+from tests.commands import Command, command
+
+from .clients import wait_until
+from .conftest import DEMO_MODEL
+
+pytestmark = pytest.mark.exhaustive
+
+PATIENCE_S = 120.0
+PROMPT = [3, 1, 4, 1, 5]
+SETTINGS = {
+    "fake_engine": "vocab=3072,step_us=2000",
+    "max_sequence_length": "4096",
+    "tokenizer_dir": str(DEMO_MODEL),
+    "enable_state_requests": "true",
+}
+PROCESSES = ("tritonserver", "inflight.openai", "tensorrt_llm", "preprocessing", "inflight.server.guard")
+"""A process of each kind; a model's process has the model's name."""
+
+
+@pytest.fixture
+def serving(elsewhere: Path, tmp_path: Path) -> Iterator[Command]:
+    """A running `scripts/serve` with /v1 and the repository's models on a fake engine."""
+    with started(tmp_path) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def started(tmp_path: Path, *flags: str) -> Iterator[Command]:
+    settings = [f"--set={key}={value}" for key, value in SETTINGS.items()]
+    models = make_fake_repository(tmp_path / "models")
+    with command(models, *settings, "--openai-port", "0", "--served-model-name", "code", *flags) as running:
+        yield running
+
+
+class Clients:
+    """Clients of /v1 and of Triton that send one request after another, and repeat those that fail.
+
+    Attributes:
+        wrong: Answers that differ from the first ones.
+        num_repeated: Requests that failed and were sent again.
+        longest_s: The longest time from a request's first attempt to its answer, in seconds.
+    """
+
+    def __init__(self, ready: dict[str, str]) -> None:
+        v1, triton = ready["openai"], ready["http"]
+        self._asking: dict[str, Callable[[], object]] = {
+            "v1": lambda: ask_v1(v1),
+            "triton": lambda: ask_triton(triton),
+        }
+        self._expected = {name: ask() for name, ask in self._asking.items()}
+        self._is_over = threading.Event()
+        self._threads = [threading.Thread(target=self._send_on, args=(name,)) for name in self._asking]
+        self.wrong: list[object] = []
+        self.num_repeated = 0
+        self.num_answers = dict.fromkeys(self._asking, 0)
+        self.longest_s = 0.0
+
+    def __enter__(self) -> Clients:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def wait_answered(self) -> None:
+        """Wait until each client has had two more answers: the second request was sent after the call."""
+        before = dict(self.num_answers)
+        wait_until(lambda: all(self.num_answers[each] > before[each] + 1 for each in before), PATIENCE_S)
+
+    def _send_on(self, name: str) -> None:
+        while not self._is_over.wait(0.02):
+            begun_s = time.monotonic()
+            while not self._is_over.is_set():
+                try:
+                    answer = self._asking[name]()
+                except (OSError, HTTPException):
+                    self.num_repeated += 1
+                    time.sleep(0.1)
+                else:
+                    if answer != self._expected[name]:
+                        self.wrong.append((name, answer))
+                    self.num_answers[name] += 1
+                    break
+            self.longest_s = max(self.longest_s, time.monotonic() - begun_s)
+
+
+def ask_v1(base: str, **body: Any) -> str:
+    with post(
+        f"{base}/v1/completions", model="code", prompt=PROMPT, max_tokens=20, temperature=0, **body
+    ) as answer:
+        return json.loads(answer.read())["choices"][0]["text"]
+
+
+def ask_triton(address: str) -> list[int]:
+    with post(
+        f"http://{address}/v2/models/tensorrt_llm/generate", input_ids=PROMPT, request_output_len=20
+    ) as answer:
+        return json.loads(answer.read())["output_ids"]
+
+
+def post(url: str, **body: Any) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    return urllib.request.urlopen(request, timeout=10)
+
+
+def process_of(serving: Command, kind: str) -> psutil.Process:
+    """Return the server's process of a kind."""
+    for each in runtime_directory.find_processes(serving.folder()):
+        process = psutil.Process(each.pid)
+        words = process.cmdline()
+        if kind == process.name() or any(
+            word == kind or word.endswith(f"/{kind}/1/model.py") for word in words
+        ):
+            return process
+    raise AssertionError(f"there is no process {kind}")
+
+
+def watch_log(serving: Command) -> list[str]:
+    """Read the command's log from now on, so that it never waits for a reader; return its lines."""
+    lines: list[str] = []
+    assert serving.process.stderr is not None
+    stream = serving.process.stderr
+    threading.Thread(target=lambda: lines.extend(stream), daemon=True).start()
+    return lines
+
+
+# ---------------------------------------------------------------- processes
+
+
+@pytest.mark.parametrize("kind", PROCESSES)
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "stopped"])
+def test_clients_that_retry_are_answered_whichever_process_is_lost(
+    serving: Command, kind: str, is_killed: bool
+) -> None:
+    ready = serving.ready_line()
+    watch_log(serving)
+    with Clients(ready) as clients:
+        clients.wait_answered()
+        lost = process_of(serving, kind)
+        lost.send_signal(signal.SIGKILL if is_killed else signal.SIGSTOP)
+        clients.wait_answered()
+        if not is_killed and kind in ("tritonserver", "tensorrt_llm", "inflight.openai"):
+            assert not lost.is_running()
+    assert not clients.wrong
+    print(f"{kind}: repeated {clients.num_repeated}, longest {clients.longest_s:.1f} s")
+
+
+# ---------------------------------------------------------------- connections and descriptors
+
+
+def test_two_thousand_connections_are_served_and_two_thousand_idle_ones_disturb_nobody(
+    serving: Command,
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 5000:
+        pytest.skip(f"at most {hard} descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 5000), hard))
+    ready = serving.ready_line()
+    watch_log(serving)
+    expected = ask_v1(ready["openai"])
+    body = json.dumps({"model": "code", "prompt": PROMPT, "max_tokens": 20, "temperature": 0}).encode()
+    lines = (
+        "POST /v1/completions HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        "Connection: close",
+    )
+    head = "\r\n".join((*lines, f"Content-Length: {len(body)}", "", ""))
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(connect(ready["openai"])) for _ in range(2000)]
+        assert ask_v1(ready["openai"]) == expected and ask_triton(ready["http"])
+        for each in connections:
+            each.sendall(head.encode() + body)
+        answers = [read_all(each) for each in connections]
+    statuses = {answer.split(b"\r\n")[0] for answer in answers}
+    assert statuses == {b"HTTP/1.1 200 OK"}, statuses
+    texts = {json.loads(answer.partition(b"\r\n\r\n")[2])["choices"][0]["text"] for answer in answers}
+    assert texts == {expected}
+    with contextlib.ExitStack() as stack:
+        for address in (f"http://{ready['http']}", f"http://{ready['grpc']}"):
+            for _ in range(1000):
+                stack.enter_context(connect(address))
+        assert ask_v1(ready["openai"]) == expected and ask_triton(ready["http"])
+
+
+def test_clients_that_do_not_read_delay_nobody_and_lose_nothing(serving: Command) -> None:
+    ready = serving.ready_line()
+    watch_log(serving)
+    body = {
+        "model": "code",
+        "prompt": PROMPT,
+        "max_tokens": 3000,
+        "temperature": 0,
+        "stream": True,
+        "logprobs": 5,
+    }
+    with post(f"{ready['openai']}/v1/completions", **body) as answer:
+        expected = texts_of(answer.read())
+    with contextlib.ExitStack() as stack:
+        answers = [stack.enter_context(post(f"{ready['openai']}/v1/completions", **body)) for _ in range(5)]
+        with Clients(ready) as clients:
+            time.sleep(10)  # all answers are complete, or wait for their readers
+            clients.wait_answered()
+        assert not clients.wrong and not clients.num_repeated
+        assert all(texts_of(answer.read()) == expected for answer in answers)
+
+
+def texts_of(stream: bytes) -> str:
+    """Return the text of a stream that came to its end."""
+    *events, end = [line[6:] for line in stream.split(b"\n") if line.startswith(b"data: ")]
+    assert end == b"[DONE]"
+    return "".join(json.loads(event)["choices"][0]["text"] for event in events)
+
+
+def connect(url: str) -> socket.socket:
+    host, _, port = url.partition("://")[2].partition(":")
+    return socket.create_connection((host, int(port)), timeout=PATIENCE_S)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    parts: list[bytes] = []
+    while part := connection.recv(65536):
+        parts.append(part)
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("kind", ["inflight.openai", "tensorrt_llm"])
+def test_a_process_whose_descriptors_are_used_up_serves_again_afterwards(serving: Command, kind: str) -> None:
+    ready = serving.ready_line()
+    watch_log(serving)
+    with Clients(ready) as clients:
+        clients.wait_answered()
+        process = process_of(serving, kind)
+        limits = process.rlimit(psutil.RLIMIT_NOFILE)
+        process.rlimit(psutil.RLIMIT_NOFILE, (process.num_fds() + 2, limits[1]))
+        with contextlib.ExitStack() as stack:
+            for _ in range(100):
+                stack.enter_context(connect(ready["openai"]))
+            time.sleep(3)
+        process.rlimit(psutil.RLIMIT_NOFILE, limits)
+        clients.wait_answered()
+        assert process.is_running()
+    assert not clients.wrong
+    print(f"{kind}: repeated {clients.num_repeated}, longest {clients.longest_s:.1f} s")
+
+
+# ---------------------------------------------------------------- full file systems
+
+
+def mounted(target: Path, size: str) -> bool:
+    """Mount a file system in memory, if this user may."""
+    target.mkdir(exist_ok=True)
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(target)], capture_output=True
+    )
+    return made.returncode == 0
+
+
+def test_a_full_dev_shm_fails_requests_only_while_it_is_full(
+    elsewhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The server's processes get a /dev/shm of their own: a name space of mounts.
+    in_own_space = f'mount -t tmpfs -o size=96m tmpfs /dev/shm && exec {sys.executable} "$@"'
+    launcher = tmp_path / "python"
+    launcher.write_text(
+        f"#!/bin/sh\nexec unshare -m --propagation private sh -c '{in_own_space}' sh \"$@\"\n"
+    )
+    launcher.chmod(0o755)
+    if subprocess.run([launcher, "-c", "pass"], capture_output=True).returncode:
+        pytest.skip("no right to a name space of mounts")
+    monkeypatch.setattr("tests.commands.sys.executable", str(launcher))
+    with started(tmp_path) as serving:
+        ready = serving.ready_line()
+        watch_log(serving)
+        with Clients(ready) as clients:
+            clients.wait_answered()
+            own_shm = Path(f"/proc/{serving.server()}/root/dev/shm")
+            filler = own_shm / "filler"
+            with contextlib.suppress(OSError), open(filler, "wb", 0) as file:
+                while True:
+                    file.write(bytes(1 << 16))
+            assert shutil.disk_usage(own_shm).free < 1 << 16
+            with contextlib.suppress(urllib.error.HTTPError):
+                post(
+                    f"http://{ready['http']}/v2/models/tensorrt_llm/generate",
+                    input_ids=PROMPT * 700,
+                    request_output_len=5,
+                    embedding_bias=[0.0] * 3072,
+                ).close()
+            time.sleep(3)
+            filler.unlink()
+            clients.wait_answered()
+        assert not clients.wrong
+        print(f"/dev/shm: repeated {clients.num_repeated}, longest {clients.longest_s:.1f} s")
+
+
+def test_a_full_disk_of_saved_blocks_fails_no_request(elsewhere: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    if not mounted(disk, "200k"):
+        pytest.skip("no right to mount a file system")
+    try:
+        flags = [
+            "--set",
+            f"kv_cache_dir={disk / 'blocks'}",
+            "--openai-port",
+            "0",
+            "--served-model-name",
+            "code",
+        ]
+        with command(Path(inflight.__file__).parents[2] / "model_repository", *flags) as serving:
+            ready = serving.ready_line()
+            lines = watch_log(serving)
+            url = f"{ready['openai']}/v1/completions"
+            answers: list[str] = []
+            for _ in range(2):
+                for number in range(30):
+                    with post(
+                        url, model="code", prompt=[number + 1] * 200, max_tokens=4, temperature=0
+                    ) as answer:
+                        answers.append(json.loads(answer.read())["choices"][0]["text"])
+            assert answers[:30] == answers[30:]
+            wait_until(lambda: any("KV blocks are not saved any more" in line for line in lines), PATIENCE_S)
+        assert shutil.disk_usage(disk).free < 100_000
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_a_models_process_that_runs_out_of_memory_is_replaced(serving: Command) -> None:
+    group = Path(f"/sys/fs/cgroup/memory/inflight-test-{os.getpid()}")
+    try:
+        group.mkdir()
+    except OSError:
+        pytest.skip("no right to a control group of memory")
+    try:
+        ready = serving.ready_line()
+        watch_log(serving)
+        with Clients(ready) as clients:
+            clients.wait_answered()
+            victim = process_of(serving, "tensorrt_llm")
+            (group / "memory.limit_in_bytes").write_text(str(1 << 20))
+            (group / "cgroup.procs").write_text(str(victim.pid))
+            prompt = list(range(2, 3000))  # needs memory, which the group does not have
+            for _ in range(200):
+                with contextlib.suppress(OSError, HTTPException):
+                    post(
+                        f"{ready['openai']}/v1/completions",
+                        model="code",
+                        prompt=prompt,
+                        max_tokens=900,
+                        logprobs=5,
+                    ).close()
+                if not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE:
+                    break
+            assert not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE, "it was not ended"
+            clients.wait_answered()
+        assert not clients.wrong
+        print(f"memory: repeated {clients.num_repeated}, longest {clients.longest_s:.1f} s")
+    finally:
+        with contextlib.suppress(OSError):
+            wait_until(lambda: not (group / "cgroup.procs").read_text(), 10)
+        with contextlib.suppress(OSError):
+            group.rmdir()
+
+
+# ---------------------------------------------------------------- an upgrade
+
+
+def test_a_server_goes_on_while_its_package_is_replaced(
+    elsewhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = tmp_path / "installed"
+    shutil.copytree(Path(inflight.__file__).parent, installed / "inflight")
+    monkeypatch.setenv("PYTHONPATH", str(installed))
+    with started(tmp_path) as serving:
+        ready = serving.ready_line()
+        watch_log(serving)
+        with Clients(ready) as clients:
+            clients.wait_answered()
+            for kind in ("tensorrt_llm", "inflight.openai"):
+                assert str(installed) in process_of(serving, kind).environ()["PYTHONPATH"]
+            for path in (installed / "inflight").rglob(
+                "*.py"
+            ):  # as pip does: each file is removed and written
+                path.unlink()
+                path.write_text("raise RuntimeError('another version')\n")
+            clients.wait_answered()
+            with post(
+                f"{ready['openai']}/v1/chat/completions",
+                model="code",
+                messages=[{"role": "user", "content": "hello"}],
+                max_tokens=5,
+                stream=True,
+            ) as answer:
+                assert answer.read().endswith(b"data: [DONE]\n\n")
+        assert not clients.wrong and not clients.num_repeated
+        started_now = subprocess.run(
+            [sys.executable, "-c", "import inflight.server.launch"], capture_output=True
+        )
+        assert b"another version" in started_now.stderr
