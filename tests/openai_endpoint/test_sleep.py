@@ -128,6 +128,26 @@ def test_requests_in_flight_finish_and_new_ones_are_refused() -> None:
         assert complete(url).usage.completion_tokens == 12
 
 
+def test_requests_in_flight_may_be_cancelled() -> None:
+    values = {
+        "gpt_model_path": f"vocab={DEMO_VOCABULARY},step_us=20000",
+        "tokenizer_dir": str(DEMO),
+        "enable_sleep_mode": "true",
+    }
+    with running(load_fake, **values) as engine, served(engine.client) as url:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            stream = client.completions.create(
+                model="demo", prompt=PROMPT, max_tokens=4_000, stream=True, extra_body={"ignore_eos": True}
+            )
+            next(stream)
+            command(url, "sleep?mode=abort")
+            assert is_sleeping(url)
+            with pytest.raises(openai.APIError, match="cancelled"):
+                list(stream)
+        command(url, "wake_up")
+        assert complete(url).usage.completion_tokens == 12
+
+
 def test_many_commands_leave_threads_for_other_routes() -> None:
     with running(load_fake, **SLOW) as engine, served(engine.client) as url:
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
@@ -228,7 +248,7 @@ def test_an_engine_closes_while_it_sleeps() -> None:
     ("route", "param", "problem"),
     [
         ("sleep?level=0", "level", "level is '0', expected 1 or 2"),
-        ("sleep?mode=abort", "mode", "mode is 'abort', expected wait"),
+        ("sleep?mode=keep", "mode", "mode is 'keep', expected wait or abort"),
         ("wake_up?tags=weights", "tags", "weights and kv_cache come back together"),
     ],
 )

@@ -82,7 +82,7 @@ class LocalEngineClient:
         self._read_reports = read_reports
         self._adapters = adapters
         self._receipts = receipts
-        self._sleep = Sleep(memory, self._finish_requests)
+        self._sleep = Sleep(memory, self._finish_requests, self._cancel_requests)
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self._outboxes: tuple[WaitUntilSent, ...] = ()
@@ -211,6 +211,12 @@ class LocalEngineClient:
             if have_finished:
                 then()
             return have_finished
+
+    def _cancel_requests(self) -> None:
+        with self._lock:
+            unanswered = list(self._targets)
+        for request_id in unanswered:
+            self.stop(request_id, StopReason.CANCELLED)
 
     def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
         """Return the reports since the last call, even after the batcher has ended."""

@@ -26,11 +26,15 @@ class Sleep:
     Args:
         memory: Gives back the model's memory, and loads the model again; None: the engine cannot sleep.
         finish: Waits for the requests in flight.
+        cancel: Cancels them.
     """
 
-    def __init__(self, memory: ModelMemory | None, finish: FinishRequests) -> None:
+    def __init__(
+        self, memory: ModelMemory | None, finish: FinishRequests, cancel: Callable[[], None]
+    ) -> None:
         self._memory = memory
         self._finish = finish
+        self._cancel = cancel
         self._changing = threading.Lock()
         self._is_asleep = False
         self._refuses_new = False
@@ -65,17 +69,20 @@ class Sleep:
         if not self._changing.acquire(timeout=timeout_s):
             raise Unavailable("the engine is still falling asleep or waking up")
         try:
-            if action is SleepAction.SLEEP and not self._is_asleep:
-                self._fall_asleep(self._memory, timeout_s)
+            if action in (SleepAction.SLEEP, SleepAction.ABORT) and not self._is_asleep:
+                self._fall_asleep(self._memory, timeout_s, cancels=action is SleepAction.ABORT)
             elif action is SleepAction.WAKE_UP and self._is_asleep:
                 self._wake_up(self._memory)
             return self._is_asleep
         finally:
             self._changing.release()
 
-    def _fall_asleep(self, memory: ModelMemory, timeout_s: float) -> None:
+    def _fall_asleep(self, memory: ModelMemory, timeout_s: float, cancels: bool) -> None:
         self._refuses_new = True
         try:
+            if cancels:
+                self._refuse_continuations()
+                self._cancel()
             if not self._finish(timeout_s, self._refuse_continuations):
                 raise Unavailable(
                     f"requests in flight did not finish in {timeout_s:g} s, so the engine stays awake"

@@ -15,7 +15,7 @@ from inflight.openai.errors import ApiError, invalid
 
 router = APIRouter()
 _LEVELS = ("1", "2")
-_MODES = ("wait",)
+_MODES = ("wait", "abort")
 _TAGS = {"weights", "kv_cache"}
 _TIMEOUT_S = 600.0
 """Seconds to wait for requests in flight, or for the model to load."""
@@ -23,10 +23,11 @@ _TIMEOUT_S = 600.0
 
 @router.post("/sleep")
 async def sleep(request: Request) -> Response:
-    """Finish the requests in flight, refuse new ones, and give back the memory of weights and KV cache."""
+    """Finish or cancel the requests in flight, refuse new ones, and give back weights and KV cache."""
     _check_one_of(request, "level", _LEVELS)
     _check_one_of(request, "mode", _MODES)
-    await _command(request, SleepAction.SLEEP)
+    aborts = request.query_params.get("mode") == "abort"
+    await _command(request, SleepAction.ABORT if aborts else SleepAction.SLEEP)
     return Response()
 
 
