@@ -15,7 +15,6 @@ from enum import Enum
 from typing import Any, ClassVar, cast
 
 from inflight.errors import ConfigError
-from inflight.json_values import is_list
 
 FIRST_VERSION = "0.1"
 """The version whose parameters need no `since`."""
@@ -200,9 +199,10 @@ def _parse_choices(text: str) -> int:
     found: Any = json.loads(f"[{text.replace('{', '[').replace('}', ']')}]")
     if text.lstrip().startswith(("[[", "{{")):
         (found,) = found
-    length = None
-    if all(is_list(path) and all(type(rank) is int for rank in path) for path in found):
-        length = chain_length(found)
+    try:
+        length = chain_length(found) if all(type(rank) is int for path in found for rank in path) else None
+    except TypeError:  # a number in place of a path
+        length = None
     if length is None:
         raise ValueError(text)
     return length

@@ -21,6 +21,7 @@ from tests.simulation.faults_of_batches import (
     siblings_with_the_same_random_numbers,
     streamed_twice_after_a_pause,
     table_rows_drafted,
+    tokens_not_read_by_the_draft_head,
     tokens_of_void_rows_kept,
 )
 from tests.simulation.faults_of_blocks import (
@@ -139,6 +140,7 @@ FAULTS = (
     siblings_with_the_same_random_numbers,
     released_slots_not_told_again,
     table_rows_drafted,
+    tokens_not_read_by_the_draft_head,
     streamed_twice_after_a_pause,
     rejected_draft_token_kept,
     tokens_of_void_rows_kept,

@@ -50,6 +50,11 @@ def released_slots_not_told_again(patch: Patch) -> None:
     patch.setattr(Slots, "release_again", lambda *_: None)
 
 
+def tokens_not_read_by_the_draft_head(patch: Patch) -> None:
+    """Plant a fault: a head guesses tokens after some that it has not read."""
+    change_batches(patch, lambda batch: dataclasses.replace(batch, head_slots=batch.head_slots[:-1]))
+
+
 def table_rows_drafted(patch: Patch) -> None:
     """Plant a fault: prompt lookup drafts rows of a prompt table."""
     patch.setattr(batch_builder, "takewhile", lambda _, draft: draft)
