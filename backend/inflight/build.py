@@ -243,8 +243,14 @@ def start_engine(
     instruments = make_instruments(parameters, limits, return_metrics, on_hang)
     adapters = make_adapters(parameters, model, lambda: manager.notify())
     receipts = make_receipts(parameters, model, lambda: manager.notify())
-    load_again = None if rank_context else lambda same: _load_checked(load, same, version_dir, None)
-    client = _local_client(parameters, model, lambda: manager, adapters, receipts, load_again)
+    client = _local_client(
+        parameters,
+        model,
+        lambda: manager,
+        adapters,
+        receipts,
+        None if rank_context else lambda same: _load_checked(load, same, version_dir, None),
+    )
     guides = make_guide_compiler(parameters, model, lambda: manager.notify())
     manager = GptManager(
         model.engine,

@@ -285,7 +285,7 @@ TENSORS: dict[str, tuple[Any, str]] = {
     "not a target": (lambda t: {n.replace("q_proj", "k_proj"): e for n, e in t.items()},
         "although target_modules, exclude_modules and layers_to_transform of adapter_config.json leave it out"),
     "another rank": (lambda t: {n: e[:4] if "lora_A" in n else e[:, :4] for n, e in t.items()},
-        "lora_A has shape [4, 64], and the rank is 8 by r and rank_pattern"),
+        "lora_A has shape [4, 64], expected 8 rows, the rank in adapter_config.json (r, rank_pattern)"),
     "ranks differ": (lambda t: {n: e[:4] if "lora_A" in n else e for n, e in t.items()},
         "lora_A has shape [4, 64] and lora_B [64, 8]"),
     "another model": (lambda t: {n: e[:, :32] if "lora_A" in n else e for n, e in t.items()},

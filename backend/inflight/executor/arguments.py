@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from numbers import Integral
-from typing import Any
+from typing import Any, cast
 
 from inflight.config import Parameters
 from inflight.core.request.adapter import LoraRequest
@@ -97,9 +97,10 @@ def responses_arguments(
         return None, timeout
     if isinstance(whose, Integral):
         return int(whose), timeout
-    if not isinstance(whose, Iterable) or not all(isinstance(each, Integral) for each in whose):
+    ids = list(cast("Iterable[Any]", whose)) if isinstance(whose, Iterable) else [whose]
+    if not all(isinstance(each, Integral) for each in ids):
         raise TypeError(f"await_responses: the request is {whose!r:.100}, expected an id or a list of ids")
-    return [int(each) for each in whose], timeout
+    return [int(each) for each in ids], timeout
 
 
 def adapters_of_prompts(

@@ -134,7 +134,7 @@ def _response_format(asked: dict[str, Any]) -> Guide | None:
         outer = cast(dict[str, Any], given) if isinstance(given, dict) else {}
         schema: dict[str, Any] | bool | None = outer.get("schema")
         if not isinstance(schema, dict | bool):
-            got = f"got {_shown(given)}" if "json_schema" in asked else "it is missing"
+            got = f"got {_shown(asked['json_schema'])}" if "json_schema" in asked else "it is missing"
             raise invalid(
                 "response_format",
                 f"response_format.json_schema must be an object with a schema in schema; {got}",

@@ -90,7 +90,7 @@ class HttpProtocol(HttpToolsProtocol):
         try:
             self._feed(data)
         except httptools.HttpParserError:
-            is_first = self.cycle is None and self._num_idle_bytes == len(data)
+            is_first = not self.cycle and self._num_idle_bytes == len(data)
             self._refuse_bytes(is_tls=is_first and data.startswith(_TLS_HANDSHAKE))
         else:
             if self._num_idle_bytes > MAX_HEAD_BYTES:
