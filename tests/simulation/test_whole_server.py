@@ -31,7 +31,7 @@ def test_promises_are_kept_through_all_faults() -> None:
     assert endings.keys() >= {"LENGTH", "END_ID", "CANCELLED", "TIMED_OUT", "STOP_WORDS", "UNAVAILABLE"}
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 1, 3, 6])  # 3 and 6 have a disk and adapters
 def test_a_seed_always_does_the_same(seed: int) -> None:
     assert whole_server.run(seed) == whole_server.run(seed)
 
