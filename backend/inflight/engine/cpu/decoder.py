@@ -81,6 +81,7 @@ class NativeDecoder:
         quantization: 8-bit format of the cache that every call passes; None: not quantized.
         num_mapped_bytes: Bytes of weights that are mapped from a file, and so need page cache.
         widest_operand: Width of the widest input of `linear` and of `read` in `forward`; 0: neither is used.
+        beside: A decoder whose threads this one uses too, never at the same time; None: it has its own.
 
     Raises:
         ConfigError: The threads cannot be started, or INFLIGHT_CPU_SPIN_US is not a number of microseconds.
@@ -115,6 +116,7 @@ class NativeDecoder:
         quantization: KvQuantization | None = None,
         num_mapped_bytes: int = 0,
         widest_operand: int = 0,
+        beside: NativeDecoder | None = None,
     ) -> None:
         self.config = config
         self.num_mapped_bytes = num_mapped_bytes
@@ -142,7 +144,9 @@ class NativeDecoder:
         self._quantization = quantization
         self._latent = _describe_latent(config.latent)
         self._shape = self._describe(held, tokens_per_block, widest_operand)
-        self._handle = Handle(self._library, self._shape, self._layers)
+        self._handle = Handle(
+            self._library, self._shape, self._layers, None if beside is None else beside._handle
+        )
         if not self._handle.exists:
             raise ConfigError(
                 f"{self._num_threads} threads for the forward pass cannot be started, or have no memory: "
@@ -256,6 +260,7 @@ class NativeDecoder:
             self.collectives,
             self._quantization,
             widest_operand=3 * self.config.hidden_size,
+            beside=self,
         )
 
     def _take(self, x: Tensor, total: Tensor, of: Contribution) -> None:

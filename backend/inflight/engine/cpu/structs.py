@@ -262,7 +262,7 @@ class ConstantStruct(Structure):
 _SIGNATURES = {
     "check_products": (c_int32, ()),
     "constants": (POINTER(ConstantStruct), ()),
-    "create": (c_void_p, (POINTER(ShapeStruct), POINTER(LayerStruct))),
+    "create": (c_void_p, (POINTER(ShapeStruct), POINTER(LayerStruct), c_void_p)),
     "destroy": (None, (c_void_p,)),
     "prepare": (c_bool, (c_void_p, POINTER(BatchStruct), c_void_p, c_int64)),
     "run": (c_bool, (c_void_p, POINTER(BatchStruct), c_void_p, c_int32, c_int32, c_void_p, c_int32)),
@@ -316,14 +316,27 @@ def declare(library: ctypes.CDLL) -> None:
 class Handle:
     """A decoder in the compiled code, which is destroyed with this object.
 
+    Args:
+        library: The compiled code.
+        shape: The decoder's sizes.
+        layers: Its layers.
+        other: A decoder whose threads this one uses too, never at the same time; None: it has its own.
+
     Attributes:
         exists: Whether the decoder's threads could be started.
     """
 
-    def __init__(self, library: ctypes.CDLL, shape: ShapeStruct, layers: ctypes.Array[LayerStruct]) -> None:
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        shape: ShapeStruct,
+        layers: ctypes.Array[LayerStruct],
+        other: Handle | None = None,
+    ) -> None:
         self._library = library
         self._layers = layers  # the decoder points to it
-        self._as_parameter_ = library.create(shape, layers)
+        self._other = other  # lives as long as this one
+        self._as_parameter_ = library.create(shape, layers, other)
         self.exists = self._as_parameter_ is not None
 
     def __del__(self) -> None:

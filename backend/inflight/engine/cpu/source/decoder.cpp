@@ -99,9 +99,9 @@ int check_products() {
 #endif
 }
 const void* constants() { return kConstants; }
-void* create(const Shape* shape, const Layer* layers) {
+void* create(const Shape* shape, const Layer* layers, void* other) {
   try {
-    return new Decoder<Element>(*shape, layers);
+    return new Decoder<Element>(*shape, layers, static_cast<Decoder<Element>*>(other));
   } catch (...) {  // no memory, or no thread
     return nullptr;
   }

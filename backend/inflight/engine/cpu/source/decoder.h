@@ -47,11 +47,13 @@ class Decoder {
  public:
   using Stored = typename E::Stored;
 
-  Decoder(const Shape& shape, const Layer* layers)
+  // other: a decoder whose threads this one uses, too, and which must outlive it; null: it has threads of its own.
+  Decoder(const Shape& shape, const Layer* layers, Decoder* other)
       : shape_(shape),
         layers_(layers),
         recurrent_(shape),
-        team_(shape.num_threads, std::chrono::microseconds(shape.spin_us)) {
+        own_team_(other ? nullptr : new Team(shape.num_threads, std::chrono::microseconds(shape.spin_us))),
+        team_(other ? other->team_ : *own_team_) {
     attention_.heads = shape.heads;
     attention_.kv_heads = shape.kv_heads;
     attention_.head_dim = shape.head_dim;
@@ -1025,7 +1027,8 @@ class Decoder {
   const Layer* layers_;
   AttentionShape attention_{};
   RecurrentLayers<E> recurrent_;
-  Team team_;
+  std::unique_ptr<Team> own_team_;
+  Team& team_;
   std::vector<Tile> tiles_, wanted_tiles_;  // of all rows, and of wanted rows
   bool has_wanted_ = false;                 // whether the last layer is computed for wanted rows only
   std::vector<int64_t> wanted_;             // rows, ascending
