@@ -309,7 +309,7 @@ def test_a_full_dev_shm_fails_requests_only_while_it_is_full(
         watch_log(serving)
         with Clients(ready) as clients:
             clients.wait_answered()
-            own_shm = Path(f"/proc/{serving.server()}/root/dev/shm")
+            own_shm = Path(f"/proc/{serving.server()}", "root", "dev", "shm")
             filler = own_shm / "filler"
             with contextlib.suppress(OSError), open(filler, "wb", 0) as file:
                 while True:

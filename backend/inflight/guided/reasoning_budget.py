@@ -240,9 +240,8 @@ class ReasoningBackend:
             _allow(mask, next((ids[begin] for size in sizes if (begin := state.text[:size]) in ids), ()))
             return
         mask[:] = _ALL
-        if (
-            matcher.answer is not None
-        ):  # tokens that end the text, or begin the answer in the reasoning's last one
+        if matcher.answer is not None:
+            # tokens that end the text, or begin the answer in the reasoning's last one
             _forbid(mask, (self._vocabulary.end_id, *self._banned(matcher.guide_end, len(state.text))))
 
     def _find_within(self, text: bytes) -> Mapping[bytes, tuple[int, ...]]:
