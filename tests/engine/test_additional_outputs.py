@@ -258,7 +258,7 @@ def test_calls_of_compiled_layers_end_where_hidden_states_are_kept(monkeypatch: 
     vars(decoder).update(
         _layers=[None] * 4,
         _first_layer=2,
-        _collectives=ALONE,
+        collectives=ALONE,
         _handle=None,
         _library=SimpleNamespace(prepare=lambda *_: True),
     )

@@ -278,7 +278,7 @@ def test_experts_results_are_added_to_the_residual_stream(norms: NormPlacement, 
     native.keys, native.values = (each.data_ptr() for each in keys)
     slots = torch.zeros(7, dtype=torch.int64)
     batch = BatchStruct(7, positions.data_ptr(), slots.data_ptr(), 1, spans.ctypes.data, tables.data_ptr(), 1)
-    assert layer.decoder._library.prepare(layer.decoder._handle, batch)
+    assert layer.decoder._library.prepare(layer.decoder._handle, batch, None, 0)
     layer.decoder._run(batch, x, 0, 1)
     torch.testing.assert_close(x, expected, rtol=0, atol=1e-5)
 
