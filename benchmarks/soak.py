@@ -188,7 +188,7 @@ class Load:
         return "".join(delta.text for delta in self._client.stream(text, max_tokens=40))
 
     def _left_stream(self, chance: random.Random, text: str) -> None:
-        with contextlib.closing(self._client.stream(text, max_tokens=900, end_id=-1)) as deltas:  # type: ignore[type-var]
+        with contextlib.closing(self._client.stream(text, max_tokens=900, end_id=-1)) as deltas:
             assert list(islice(deltas, chance.randint(1, 9)))
 
     def _cancel(self, chance: random.Random, text: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 import tritonclient.grpc as grpc
@@ -116,7 +116,7 @@ class Client:
 
     def stream(
         self, prompt: Prompt, max_tokens: int = 128, *, request_id: str | None = None, **options: Any
-    ) -> Iterator[Delta]:
+    ) -> Generator[Delta]:
         """Return the answer as a stream. The request is sent when the first delta is requested.
 
         A delta continues earlier deltas of the same `sequence_index`. Deltas of a beam search are
@@ -209,10 +209,10 @@ class Client:
             prompt, streaming, {"max_tokens": max_tokens, **options}, self._model, request_id
         )
 
-    def _deltas(self, call: Call) -> Iterator[Delta]:
+    def _deltas(self, call: Call) -> Generator[Delta]:
         return self._received(call, lambda result: read_delta(result, call))
 
-    def _received(self, call: Call, read: Callable[[grpc.InferResult], _T | None]) -> Iterator[_T]:
+    def _received(self, call: Call, read: Callable[[grpc.InferResult], _T | None]) -> Generator[_T]:
         """Yield the result of `read` for each response; closing the generator early cancels the request."""
         self._in_flight.add(call)
         responses = self._streams.ask(call)

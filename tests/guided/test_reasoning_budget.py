@@ -133,3 +133,14 @@ def test_other_forms_are_refused(text: object) -> None:
     backend = make_backend("llguidance", VOCABULARY)
     with pytest.raises(InvalidArgument, match="guided_decoding_guide"):
         backend.compile(Guide(GuideKind.STRUCTURAL_TAG, json.dumps(text)))
+
+
+def test_texts_of_clients_take_bounded_memory(backend) -> None:
+    for number in range(100):
+        matcher = backend.load(Guide.behind_reasoning("", f"<{number}>", 2, YES), backend.compile(YES))
+        masks = np.zeros((1, VOCABULARY.num_words), dtype=np.int32)
+        assert not backend.fill([MaskJob(matcher, 0)], masks)
+    for cached in (backend._ids_within, backend._with_byte, backend._banned):
+        info = cached.cache_info()
+        assert info.maxsize is not None and 0 < info.currsize <= info.maxsize
+    assert backend._ids_within.cache_info().misses >= 100

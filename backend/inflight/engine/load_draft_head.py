@@ -17,7 +17,7 @@ from inflight.engine.layers.eagle_head import EagleHead
 from inflight.engine.layers.torch_sink import TorchSink
 from inflight.engine.load_decoder import check_native, keeps_levels, kept_by_compiled_layers
 from inflight.engine.memory import LESS_WEIGHTS, allocating
-from inflight.models.decoder_weights import DecoderWeights, DraftHeadWeights, LayerT, LinearT
+from inflight.models.decoder_weights import DraftHeadWeights, LayerT, LinearT
 from inflight.models.eagle_weights import EagleWeights, eagle_bytes, eagle_part, load_eagle_weights
 from inflight.models.loader import draft_head_bytes, load_mtp_weights
 from inflight.models.registry import ModelDescription
@@ -46,6 +46,8 @@ def load_draft_head(
         ConfigError: Files of the head are damaged, or there is no memory.
     """
     shard, window = decoder.part.shard, head_window(decoder)
+    # The checkpoint's own head has the model's embedding and output projection.
+    part = Part(shard, (0, 1), is_first_stage=False, is_last_stage=False)
     if isinstance(decoder, NativeDecoder) and _is_compiled(config, model, decoder, device):
         if model.eagle is not None:
             eagle = _read_eagle(decoder.packer, model, model.eagle, decoder, device)
@@ -53,19 +55,17 @@ def load_draft_head(
             return partial(EagleHead, decoder, layer, layer.linear(eagle.fusion), eagle)
         kept = KeptLevels() if kept_by_compiled_layers(config, model, device) else None
         mtp = _read_mtp(decoder.packer, model, decoder, device, kept)
-        layer = decoder.draft_layer(
-            DecoderWeights(None, None, (mtp.layer,), None, None), window, _mtp_part(decoder)
-        )
+        layer = decoder.draft_layer(mtp.decoder, window, part)
         return partial(MtpHead, decoder, layer, layer.linear(mtp.projection), mtp)
     sink = TorchSink(decoder.dtype, device, config.dtype)
     if model.eagle is not None:
         eagle = _read_eagle(sink, model, model.eagle, decoder, device)
-        layer = make_layer(decoder, eagle.decoder, eagle_part(shard))
-        return partial(EagleHead, decoder, layer, eagle.fusion, eagle)
+        return partial(
+            EagleHead, decoder, make_layer(decoder, eagle.decoder, eagle_part(shard)), eagle.fusion, eagle
+        )
     kept = KeptLevels() if keeps_levels(config, model, device) else None
     mtp = _read_mtp(sink, model, decoder, device, kept)
-    layer = make_layer(decoder, DecoderWeights(None, None, (mtp.layer,), None, None), _mtp_part(decoder))
-    return partial(MtpHead, decoder, layer, mtp.projection, mtp)
+    return partial(MtpHead, decoder, make_layer(decoder, mtp.decoder, part), mtp.projection, mtp)
 
 
 def _is_compiled(
@@ -77,11 +77,6 @@ def _is_compiled(
     except CannotBuild:
         return False
     return True
-
-
-def _mtp_part(decoder: Decoder | NativeDecoder) -> Part:
-    """Return a rank's part of the checkpoint's own head, which shares embedding and output projection."""
-    return Part(decoder.part.shard, (0, 1), is_first_stage=False, is_last_stage=False)
 
 
 def _read_eagle(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,8 @@ from inflight.json_values import is_object
 
 _ALL = -1
 """A word of a mask that allows every token."""
+_MAX_TEXTS, _MAX_PREFIXES = 32, 1024
+"""Number of texts that end reasoning, and of their beginnings, whose tokens are known at the same time."""
 _MAX_SPACE = 2
 """Characters of white space allowed between `end` and an answer with a guide."""
 _ANY_SPACE = b"  \n\n "
@@ -192,9 +194,10 @@ class ReasoningBackend:
     def __init__(self, library: GuideBackend, vocabulary: GuideVocabulary) -> None:
         self._library = library
         self._vocabulary = vocabulary
-        self._ids_within = cache(self._find_within)
-        self._with_byte = cache(self._find_with_byte)
-        self._banned = cache(self._find_banned)
+        # Clients choose the texts, so the caches are bounded.
+        self._ids_within = lru_cache(_MAX_TEXTS)(self._find_within)
+        self._with_byte = lru_cache(_MAX_TEXTS)(self._find_with_byte)
+        self._banned = lru_cache(_MAX_PREFIXES)(self._find_banned)
 
     def compile(self, guide: Guide) -> bytes:
         """Compile the guide of the answer, or a guide of another form."""
@@ -203,7 +206,7 @@ class ReasoningBackend:
         return self._library.compile(guide)
 
     def load(self, guide: Guide, compiled: bytes) -> Matcher:
-        """Make a matcher."""
+        """Return a matcher of a guide, with what `compile` returned for it."""
         if (own := ReasoningGuide.read(guide)) is None:
             return self._library.load(guide, compiled)
         self._ids_within(own.end)  # searched here and not on the loop thread

@@ -110,7 +110,7 @@ class Tags:
 
 
 def read_tags(text: str) -> Tags:
-    """Read a guide.
+    """Return the structures of a structural_tag guide, given its JSON text.
 
     Raises:
         InvalidArgument: The guide has another form, a structure has no trigger, or a trigger has no

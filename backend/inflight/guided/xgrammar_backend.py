@@ -38,7 +38,7 @@ _ANY_JSON = '{"type": ["object", "array"]}'
 
 
 class XGrammarMatcher:
-    """A `Matcher` of xgrammar."""
+    """Follows one text with xgrammar's compiled grammar; a `Matcher`."""
 
     def __init__(self, matcher: xgrammar.GrammarMatcher) -> None:
         self.matcher = matcher

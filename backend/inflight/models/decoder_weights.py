@@ -292,14 +292,14 @@ class DraftHeadWeights(Generic[LayerT, LinearT]):
         hidden_norm: Norm on the hidden state before that token.
         projection: [hidden_size, 2 * hidden_size]: its inputs are the normed embedding, then the normed hidden
             state.
-        layer: The head's layer (`DecoderConfig.draft_layer`).
+        decoder: The head's layer (`DecoderConfig.draft_layer`) alone.
         final_norm: Norm on the layer's output.
     """
 
     embedding_norm: Norm
     hidden_norm: Norm
     projection: LinearT
-    layer: LayerT
+    decoder: DecoderWeights[LayerT, LinearT]
     final_norm: Norm
 
 

@@ -124,7 +124,7 @@ class WeightReader(Generic[LayerT, LinearT]):
             embedding_norm=self._norm(sources.embedding_norm, self.plain),
             hidden_norm=self._norm(sources.hidden_norm, self.plain),
             projection=self.projection(sources.projection),
-            layer=self._sink.layer(self._layer(sources.layer)),
+            decoder=DecoderWeights(None, None, (self._sink.layer(self._layer(sources.layer)),), None, None),
             final_norm=self._norm(sources.final_norm, self.plain),
         )
 

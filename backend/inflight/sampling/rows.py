@@ -119,7 +119,7 @@ class SlotParameters:
         self._note_demands(start.slot)
 
     def release(self, slot: int) -> None:
-        """Free a slot."""
+        """Forget the request of a slot, whose sequence has ended."""
         self.requests[slot] = None
 
     def move(self, moves: Sequence[BeamMove]) -> None:

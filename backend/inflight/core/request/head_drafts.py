@@ -10,11 +10,6 @@ GUESSED_ON_DEVICE = -1
 """Stands in a batch for a draft token that the device guesses itself, at the start of the forward pass."""
 
 
-def round_up(num_tokens: int, tokens_per_block: int) -> int:
-    """Return the number of tokens of as many whole KV blocks as `num_tokens` need."""
-    return -(-num_tokens // tokens_per_block) * tokens_per_block
-
-
 class HeadDrafts:
     """A drafter that decides only how many tokens are guessed; the device guesses them.
 
@@ -23,21 +18,12 @@ class HeadDrafts:
 
     Attributes:
         length: The length that the next draft should have at most, if drafts take time from other sequences.
-        end: Number of the sequence's tokens that the head reads; None: all.
+        end: Number of the sequence's tokens that the head reads, up to the end of a KV block; None: all.
     """
 
     def __init__(self, most: int) -> None:
         self.length = DraftLength(most)
         self.end: int | None = None
-
-    def stop(self, position: int, tokens_per_block: int) -> None:
-        """Let the head read no more rows from a block on that has no guessed entries.
-
-        Args:
-            position: The position of the next row; the guesses of earlier rows end before `position + most`.
-            tokens_per_block: Tokens per KV block.
-        """
-        self.end = round_up(position + self.length.most, tokens_per_block)
 
     def append(self, token_ids: Iterable[int]) -> None:
         """Take account of new tokens of the answer, which are final."""

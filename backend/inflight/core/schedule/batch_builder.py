@@ -12,7 +12,7 @@ from itertools import takewhile
 from inflight.core.kv.kv_cache_manager import KvCacheManager
 from inflight.core.request.beam_search import BeamSearch
 from inflight.core.request.drafters import Drafter
-from inflight.core.request.head_drafts import HeadDrafts, round_up
+from inflight.core.request.head_drafts import HeadDrafts
 from inflight.core.request.llm_request import LlmRequest
 from inflight.core.schedule.adapter_pages import AdapterPages
 from inflight.core.schedule.batch import (
@@ -161,16 +161,20 @@ class BatchBuilder:
         It reads none if it will guess nothing for the sequence. But in each block it reads all rows or none, so
         that a block has no entries of guesses or, where it was copied, of another sequence's tokens.
         """
-        drafter, size, end = llm_request.drafter, self._kv_cache.tokens_per_block, 0
+        drafter, end = llm_request.drafter, 0
         if isinstance(drafter, HeadDrafts):
-            if drafter.end is None and drafter.length.is_over:
-                drafter.stop(position, size)
+            if drafter.end is None and drafter.length.is_over:  # earlier guesses end before position + most
+                drafter.end = self._whole_blocks(position + drafter.length.most)
             if drafter.end is None:
                 return True
             end = drafter.end
         elif not self._entry_cost:  # there is no head
             return False
-        return position < max(end, round_up(llm_request.context_length, size))
+        return position < max(end, self._whole_blocks(llm_request.context_length))
+
+    def _whole_blocks(self, num_tokens: int) -> int:
+        """Return the number of tokens of the KV blocks that `num_tokens` need."""
+        return self._kv_cache.blocks_for(num_tokens) * self._kv_cache.tokens_per_block
 
     def _save_state(self, llm_request: LlmRequest, num_tokens: int) -> None:
         """Save the recurrent state, if the model has one, at a block boundary in generation."""

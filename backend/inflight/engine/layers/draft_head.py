@@ -38,10 +38,7 @@ from inflight.engine.packing import PackedBatch, PackedChunk
 from inflight.engine.rotary_tables import RotaryTables
 from inflight.engine.slots import SlotTable
 from inflight.engine.windows import AttentionWindow
-from inflight.models.decoder_weights import (
-    DraftHeadWeights,
-    PlainWeights,
-)
+from inflight.models.decoder_weights import DraftHeadWeights, PlainWeights
 from inflight.models.sharding import Part
 from inflight.sampling.transfer import as_array, upload
 
@@ -57,10 +54,11 @@ class _Guess:
 
 
 class DraftHead(ABC):
-    """Guesses draft tokens.
+    """A draft head, which stores what it reads of a model's rows, and guesses draft tokens.
 
     Args:
         model: The decoder of the model.
+        layer: The decoder of the head's layer, whose only window is `head_window`.
         cache: The KV cache of a model with a draft head.
 
     Attributes:
@@ -70,14 +68,14 @@ class DraftHead(ABC):
 
     read_layers: frozenset[int] = frozenset()
 
-    def __init__(self, model: DraftedModel, cache: KvCache) -> None:
-        self._model = model
+    def __init__(self, model: DraftedModel, layer: DraftLayer, cache: KvCache) -> None:
+        self._model, self._layer = model, layer
         self._cache, self._hidden, self._size = cache.draft_layer(), cache.hidden, cache.tokens_per_block
 
     def clear(self, block_ids: Tensor) -> None:
         """Zero the head's keys, values and hidden states of blocks [n] that a sequence is about to use.
 
-        Compiled layers do not need cleared blocks, but the head's attention does (`KvCache.clear`).
+        What the head does not read stays zero, and attention of torch's operators needs zeros (`KvCache.clear`).
         """
         self._cache.clear(block_ids)
 
@@ -101,15 +99,16 @@ class DraftHead(ABC):
             between = {number: states[is_read] for number, states in between.items()}
         self._hidden.index_copy_(0, cache_places(packed, self._size), self._stored(hidden, between))
         packed = replace(self._of_layer(packed), adapters=None)  # adapters do not change the head
-        self._fill(packed, self._before(packed))
+        self._layer.fill(packed, self._cache, self._read(packed, self._before(packed)))
 
     @abstractmethod
     def _stored(self, hidden: Tensor, between: Mapping[int, Tensor]) -> Tensor:
         """Return the hidden states that the head reads, [rows, hidden_size], from the arguments of `fill`."""
 
     @abstractmethod
-    def _fill(self, packed: PackedBatch, hidden: Tensor) -> None:
-        """Store the layer's keys and values of tokens with `hidden` [rows, hidden_size] before them."""
+    def _read(self, packed: PackedBatch, hidden: Tensor) -> Tensor:
+        """Return what the layer's attention reads, before the layer's norm if it has one, for tokens with `hidden`
+        [rows, hidden_size] before them."""
 
     @abstractmethod
     def _forward(self, packed: PackedBatch, hidden: Tensor) -> Tensor:
@@ -194,7 +193,7 @@ class MtpHead(DraftHead):
 
     Args:
         model: The decoder of the model.
-        layer: The decoder of the head's layer, without output projection.
+        layer: As for `DraftHead`, without output projection.
         projection: Computes `DraftHeadWeights.projection`.
         weights: The weights of the head.
         cache: The KV cache of a model with a draft head.
@@ -208,21 +207,17 @@ class MtpHead(DraftHead):
         weights: DraftHeadWeights[Any, Any],
         cache: KvCache,
     ) -> None:
-        super().__init__(model, cache)
-        self._layer, self._projection, self._weights = layer, projection, weights
+        super().__init__(model, layer, cache)
+        self._projection, self._weights = projection, weights
         self._logits_of_model = model.logits_after(weights.final_norm)
 
     def _stored(self, hidden: Tensor, between: Mapping[int, Tensor]) -> Tensor:
         return self._model.normalize(hidden)
 
-    def _fill(self, packed: PackedBatch, hidden: Tensor) -> None:
-        self._layer.fill(packed, self._cache, self._project(packed, hidden))
-
     def _forward(self, packed: PackedBatch, hidden: Tensor) -> Tensor:
-        return self._layer.forward(packed, self._cache, self._project(packed, hidden))
+        return self._layer.forward(packed, self._cache, self._read(packed, hidden))
 
-    def _project(self, packed: PackedBatch, hidden: Tensor) -> Tensor:
-        """Return the layer's input for tokens with `hidden` before them, [rows, hidden_size]."""
+    def _read(self, packed: PackedBatch, hidden: Tensor) -> Tensor:
         weights, eps = self._weights, self._model.config.norm_eps
         embedded = apply_norm(self._model.embed(packed), weights.embedding_norm, eps)
         return self._projection(torch.cat([embedded, apply_norm(hidden, weights.hidden_norm, eps)], dim=-1))

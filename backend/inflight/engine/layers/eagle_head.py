@@ -28,7 +28,7 @@ class EagleHead(DraftHead):
 
     Args:
         model: The decoder of the model, with `DecoderConfig.eagle`.
-        layer: The decoder of the head's layer, with its output projection.
+        layer: As for `DraftHead`, with the head's output projection.
         fusion: Computes `EagleWeights.fusion`.
         weights: The weights of the head.
         cache: The KV cache of this model.
@@ -42,8 +42,8 @@ class EagleHead(DraftHead):
         weights: EagleWeights[Any, Any],
         cache: KvCache,
     ) -> None:
-        super().__init__(model, cache)
-        self._layer, self._fusion, self._eps = layer, fusion, model.config.draft_layer.norm_eps
+        super().__init__(model, layer, cache)
+        self._fusion, self._eps = fusion, model.config.draft_layer.norm_eps
         config, eagle = model.config, model.config.eagle
         assert eagle is not None, "the model was described with the head"
         self._weights, self._order = weights, eagle.read_layers
@@ -55,14 +55,10 @@ class EagleHead(DraftHead):
         read = [between.get(number, hidden) for number in self._order]  # after all layers: the output
         return self._fusion(torch.cat(read, dim=-1))
 
-    def _fill(self, packed: PackedBatch, hidden: Tensor) -> None:
-        self._layer.fill(packed, self._cache, self._read(packed, hidden))
-
     def _forward(self, packed: PackedBatch, hidden: Tensor) -> Tensor:
         return self._layer.forward(packed, self._cache, hidden, read=self._read(packed, hidden))
 
     def _read(self, packed: PackedBatch, hidden: Tensor) -> Tensor:
-        """Return attention's input for tokens with `hidden` before them, [rows, 2 * hidden_size]."""
         weights, eps = self._weights, self._eps
         embedded = apply_norm(self._embed(packed), weights.embedding_norm, eps)
         return torch.cat([embedded, apply_norm(hidden, weights.hidden_norm, eps)], dim=-1)

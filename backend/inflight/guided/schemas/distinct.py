@@ -183,7 +183,7 @@ class ItemWatch:
         self._states = [_ReaderState()]  # after each token
 
     def read(self, token: bytes) -> None:
-        """Read a token.
+        """Append a token's bytes to the text, and note the array items that they complete.
 
         If it completes an item equal to an earlier one, raises EqualItems and does not read it.
         """
@@ -198,7 +198,7 @@ class ItemWatch:
         self._states.append(state)
 
     def take_back(self, num_tokens: int) -> None:
-        """Undo the latest tokens."""
+        """Return to the state before the latest `num_tokens` tokens."""
         if num_tokens:
             del self._states[-num_tokens:]
             del self._text[self._states[-1].size :]

@@ -348,9 +348,8 @@ class _Chat:
     def _part(self, place: str, block: _Block) -> dict[str, Any]:
         if block["type"] == "text":
             return {"type": "text", "text": block["text"]}
-        if (
-            block["type"] == "tool_reference"
-        ):  # of a client's search for deferred tools, which are in the prompt
+        if block["type"] == "tool_reference":
+            # Of a client's search for deferred tools, which are in the prompt.
             return {"type": "text", "text": f"The tool {block['tool_name']} is available."}
         if not self.takes_pictures:
             raise invalid(

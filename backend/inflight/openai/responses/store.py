@@ -57,7 +57,7 @@ class KeptResponses:
         self._drop_oldest()
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
+        """End writing to the file, if there is one, and release it. Idempotent."""
         if self._file is not None:
             self._file.close()
 

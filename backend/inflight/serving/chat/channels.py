@@ -117,19 +117,19 @@ class ChannelStream:
                 return False
             if end and len(header) <= _LONGEST_HEADER:
                 self._text = rest
-                return self._open_by(header)
+                self._open_by(header)
+                return True
         if not self._is_first:
             self._text = shown
         self._open("content")
-        if begun := next(
-            (start for start in _STARTS if shown.startswith(start)), ""
-        ):  # a header without an end
+        begun = next((start for start in _STARTS if shown.startswith(start)), "")
+        if begun:  # a header without an end
             place = self._text.find(begun) + len(begun)
             self._pass(self._text[:place])
             self._text = self._text[place:]
         return True
 
-    def _open_by(self, header: str) -> bool:
+    def _open_by(self, header: str) -> None:
         """Begin the message that a header describes."""
         recipient, channel = _TO.search(header), _CHANNEL.search(header)
         if recipient is not None:
@@ -142,11 +142,9 @@ class ChannelStream:
         else:
             self._open("final")
             self._content += SEPARATOR if self._has_content else ""
-        return True
 
-    def _open(self, kind: str) -> bool:
+    def _open(self, kind: str) -> None:
         self._kind, self._is_first = kind, False
-        return True
 
     def _inside(self) -> bool:
         """Pass on a message up to its end; return whether the end was found."""

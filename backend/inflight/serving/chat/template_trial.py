@@ -131,9 +131,8 @@ def find_call_style(trial: Trial, form: MessageForm) -> CallStyle:
     instructions = trial.rendered(user, tools=True) or ""
     said = next((parser for parser, each in _EXAMPLES.items() if re.search(each, instructions)), "")
     example = ""
-    for has_tools, call in product(
-        (True, False), calls
-    ):  # without tools, no instructions can look like a call
+    # Without tools, no instructions can look like a call.
+    for has_tools, call in product((True, False), calls):
         begun = trial.rendered(user, tools=has_tools, begins_answer=True)
         whole = trial.rendered(user, call, tools=has_tools)
         if begun is None or whole is None:

@@ -58,7 +58,7 @@ class Disk:
         self._users: dict[int, Process] = {}
 
     def remove(self) -> None:
-        """Remove all files."""
+        """Remove the disk's folder with all its files."""
         self._folder.cleanup()
 
     def functions(self) -> SimulatedModule:
@@ -75,9 +75,8 @@ class Disk:
 
     def _close(self, number: int) -> None:
         process = self._users.pop(number, None)
-        if (
-            process is None or process.resources.pop(-number, None) is not None
-        ):  # else it ended with its process
+        has_ended = process is not None and process.resources.pop(-number, None) is None
+        if not has_ended:  # a process that ends closes its files
             os.close(number)
 
     def _wait(self) -> None:

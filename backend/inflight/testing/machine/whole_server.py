@@ -52,7 +52,7 @@ _IDLE_S = 20.0  # until nothing of a request is left, once all front ends have t
 
 @dataclass(frozen=True)
 class RunReport:
-    """Results of a run.
+    """Counts of a run of a simulated server: its requests, faults and time.
 
     Attributes:
         num_requests: Requests that were submitted.

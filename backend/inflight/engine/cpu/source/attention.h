@@ -43,7 +43,9 @@ struct Tile {  // rows begin .. end - 1 of a span, for one key head
 
 struct AttentionShape {
   int heads, kv_heads, head_dim, tokens_per_block;
-  int recent, sinks, first;  // window; recent 0: all earlier keys; else none before `first` but sinks
+  // Window: a row sees all earlier keys if `recent` is 0. Otherwise it sees the `recent` last ones except those before
+  // position `first`, and the first `sinks`.
+  int recent, sinks, first;
   float scale, soft_cap;  // of scores; 0: no cap
   const float* learned_sinks;  // [heads], an additional score in each row's softmax, without a value; or null
   const int64_t* ends;         // [rows], the last position that each row sees; null: its own
@@ -349,8 +351,8 @@ inline void soften(TileState<E>& state, int num_vectors, const KeyGroups<C>& gro
       const Ints keys = add(ints(static_cast<int>(groups.first_keys[g])), lanes);
       Mask seen = at_most(keys, ints(end)) & first_lanes(groups.num_keys[g]);
       if (shape.recent) {
-        const int hidden = std::max(position - shape.recent, shape.first - 1);
-        seen &= greater(keys, ints(hidden)) | less(keys, ints(shape.sinks));
+        const int last_unseen = std::max(position - shape.recent, shape.first - 1);
+        seen &= greater(keys, ints(last_unseen)) | less(keys, ints(shape.sinks));
       }
       float* scores = &state.scores[m][g * kLanes];
       Floats score = load_aligned(scores);

@@ -249,8 +249,8 @@ class LatentTile {
         const Ints numbers = add(ints(static_cast<int>(keys.first) + i), lane_numbers());
         Mask seen = at_most(numbers, ints(position)) & first_lanes(keys.count - i);
         if (shape.recent) {
-          const int hidden = std::max(position - shape.recent, shape.first - 1);
-          seen &= greater(numbers, ints(hidden)) | less(numbers, ints(shape.sinks));
+          const int last_unseen = std::max(position - shape.recent, shape.first - 1);
+          seen &= greater(numbers, ints(last_unseen)) | less(numbers, ints(shape.sinks));
         }
         const Floats masked = select(seen, load_aligned(weights(m) + i), hidden_score);
         store_aligned(weights(m) + i, masked);
