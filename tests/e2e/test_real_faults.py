@@ -119,6 +119,16 @@ class Clients:
             self.longest_s = max(self.longest_s, time.monotonic() - begun_s)
 
 
+@contextlib.contextmanager
+def under_load(serving: Command) -> Iterator[tuple[dict[str, str], Clients]]:
+    """Yield what a server's READY line says, and clients that have had answers already."""
+    ready = serving.ready_line()
+    watch_log(serving)
+    with Clients(ready) as clients:
+        clients.wait_answered()
+        yield ready, clients
+
+
 def ask_v1(base: str, **body: Any) -> str:
     with post(
         f"{base}/v1/completions", model="code", prompt=PROMPT, max_tokens=20, temperature=0, **body
@@ -167,10 +177,7 @@ def watch_log(serving: Command) -> list[str]:
 def test_clients_that_retry_are_answered_whichever_process_is_lost(
     serving: Command, kind: str, is_killed: bool
 ) -> None:
-    ready = serving.ready_line()
-    watch_log(serving)
-    with Clients(ready) as clients:
-        clients.wait_answered()
+    with under_load(serving) as (_, clients):
         lost = process_of(serving, kind)
         lost.send_signal(signal.SIGKILL if is_killed else signal.SIGSTOP)
         clients.wait_answered()
@@ -261,10 +268,7 @@ def read_all(connection: socket.socket) -> bytes:
 
 @pytest.mark.parametrize("kind", ["inflight.openai", "tensorrt_llm"])
 def test_a_process_whose_descriptors_are_used_up_serves_again_afterwards(serving: Command, kind: str) -> None:
-    ready = serving.ready_line()
-    watch_log(serving)
-    with Clients(ready) as clients:
-        clients.wait_answered()
+    with under_load(serving) as (ready, clients):
         process = process_of(serving, kind)
         limits = process.rlimit(psutil.RLIMIT_NOFILE)
         process.rlimit(psutil.RLIMIT_NOFILE, (process.num_fds() + 2, limits[1]))
@@ -305,10 +309,7 @@ def test_a_full_dev_shm_fails_requests_only_while_it_is_full(
         pytest.skip("no right to a name space of mounts")
     monkeypatch.setattr("tests.commands.sys.executable", str(launcher))
     with started(tmp_path) as serving:
-        ready = serving.ready_line()
-        watch_log(serving)
-        with Clients(ready) as clients:
-            clients.wait_answered()
+        with under_load(serving) as (ready, clients):
             own_shm = Path(f"/proc/{serving.server()}", "root", "dev", "shm")
             filler = own_shm / "filler"
             with contextlib.suppress(OSError), open(filler, "wb", 0) as file:
@@ -370,10 +371,7 @@ def test_a_models_process_that_runs_out_of_memory_is_replaced(serving: Command) 
     except OSError:
         pytest.skip("no right to a control group of memory")
     try:
-        ready = serving.ready_line()
-        watch_log(serving)
-        with Clients(ready) as clients:
-            clients.wait_answered()
+        with under_load(serving) as (ready, clients):
             victim = process_of(serving, "tensorrt_llm")
             (group / "memory.limit_in_bytes").write_text(str(1 << 20))
             (group / "cgroup.procs").write_text(str(victim.pid))
@@ -410,15 +408,11 @@ def test_a_server_goes_on_while_its_package_is_replaced(
     shutil.copytree(Path(inflight.__file__).parent, installed / "inflight")
     monkeypatch.setenv("PYTHONPATH", str(installed))
     with started(tmp_path) as serving:
-        ready = serving.ready_line()
-        watch_log(serving)
-        with Clients(ready) as clients:
-            clients.wait_answered()
+        with under_load(serving) as (ready, clients):
             for kind in ("tensorrt_llm", "inflight.openai"):
                 assert str(installed) in process_of(serving, kind).environ()["PYTHONPATH"]
-            for path in (installed / "inflight").rglob(
-                "*.py"
-            ):  # as pip does: each file is removed and written
+            # As pip does: each file is removed and written.
+            for path in (installed / "inflight").rglob("*.py"):
                 path.unlink()
                 path.write_text("raise RuntimeError('another version')\n")
             clients.wait_answered()
