@@ -78,6 +78,8 @@ def _read_falcon(config: ConfigFile) -> DecoderConfig:
     in parallel or one after the other."""
     hidden_size = read_size(config, "hidden_size", "n_embed")
     num_heads = config.positive_int("num_attention_heads")
+    if hidden_size % num_heads:
+        raise config.error("num_attention_heads", f"a divisor of hidden_size, {hidden_size}")
     num_layers = config.positive_int("num_hidden_layers")
     bias, is_parallel = config.boolean("bias", False), _flag(config, "parallel_attn", True)
     if not is_parallel and _flag(config, "new_decoder_architecture", False):
