@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
@@ -45,7 +45,7 @@ class StreamsRun(DraftedRun):
 
 
 def run(engine: ModelEngine, requests: Sequence[Request], speculation: Speculation | None) -> StreamsRun:
-    """Generate all requests at once on the engine, without prefix reuse."""
+    """Generate all requests at once on the engine, without reuse of KV blocks."""
     config = SchedulingConfig(enable_kv_cache_reuse=False, speculative_decoding_mode=speculation)
     scheduler, num_iterations = Scheduler(config, engine.limits), 0
     begin = time.perf_counter()
@@ -122,10 +122,13 @@ def main() -> None:
     parser.add_argument("--draft", type=int, default=3, help="most tokens of a draft")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--ignore-cost", action="store_true", help="draft even where the head cannot save time"
+    )
     arguments = parser.parse_args()
 
     def load(head: str | None) -> ModelEngine:
-        return load_engine(
+        engine = load_engine(
             EngineConfig(
                 arguments.model,
                 arguments.dtype,
@@ -137,6 +140,9 @@ def main() -> None:
                 eagle_dir=head,
             )
         )
+        if arguments.ignore_cost:
+            engine.limits = replace(engine.limits, guess_cost=0.0)
+        return engine
 
     tokenizer = Tokenizer.from_dir(arguments.model)
     output = OutputOptions(return_perf_metrics=True, exclude_input_from_output=True)

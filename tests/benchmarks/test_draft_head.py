@@ -25,7 +25,7 @@ def test_a_run_prints_figures_of_right_and_of_wrong_guesses(
     shutil.copy(tokenizer, model.folder)
     head = make_right_head(tmp_path / "head", model)
     options = f"--draft-model {head.folder} --model {model.folder} --streams 1 2 --tokens 40 --rounds 1"
-    monkeypatch.setattr("sys.argv", ["draft_head", *options.split(), "--threads", "1"])
+    monkeypatch.setattr("sys.argv", ["draft_head", *options.split(), "--threads", "1", "--ignore-cost"])
     draft_head.main()
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [(row["streams"], row["method"]) for row in found["rows"]] == [

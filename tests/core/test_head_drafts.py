@@ -81,9 +81,9 @@ def run(count: int, share: float, new: int = 300, rows: int = 16, most: int = 3)
 def test_a_head_that_is_never_right_is_left_alone_after_few_tokens(count: int, rows: int, new: int) -> None:
     found = run(count, 0.0, new, rows)
     assert found.num_tokens == new - 1
-    assert 0 < found.last_call < 110
+    assert 0 < found.last_call < 100
     assert found.num_calls <= found.last_call
-    assert found.time - found.num_tokens < 4 + 3 * (count / (count + rows) + 0.1) + 0.2
+    assert found.time - found.num_tokens < 4 + 2 * (count / (count + rows) + 0.1) + 0.2
 
 
 def test_a_head_that_is_often_right_goes_on() -> None:
@@ -99,7 +99,7 @@ def test_with_many_rows_even_a_good_head_is_left_alone() -> None:
     assert found.last_call < 150
     found = run(160, 1.0, 200)
     assert 160 / (160 + 16) + COSTS["guess_cost"] > 1
-    assert (found.counts, found.last_call) == ([], 105)
+    assert (found.counts, found.last_call) == ([], 100)
 
 
 def test_beams_and_requests_with_logits_need_no_head_after_their_prompts() -> None:
@@ -112,11 +112,7 @@ def test_beams_and_requests_with_logits_need_no_head_after_their_prompts() -> No
     )
     scheduler.accept(IterationInput(0, 0, requests))
     first = scheduler.schedule()
-    assert first is not None and [chunk.slot for chunk in first.context] == first.slots_for_head() == [
-        0,
-        1,
-        2,
-    ]
+    assert first is not None and [chunk.slot for chunk in first.context] == [*first.head_slots] == [0, 1, 2]
     beams = [BeamCandidates((0,) * 4, (5, 6, 7, 8), (-1.0, -2.0, -3.0, -4.0))]
     scheduler.update(first, ModelOutput(first.iteration, [(7,), (7,), ()], beams))
     read = []
@@ -126,5 +122,4 @@ def test_beams_and_requests_with_logits_need_no_head_after_their_prompts() -> No
         read.append(set(batch.head_slots))
         tokens = [(7,) if slot < 2 else () for slot in batch.sampled_slots()]
         scheduler.update(batch, ModelOutput(batch.iteration, tokens, beams))
-    # until the block of the prompt is full
-    assert read == [{0, 1, 2, 3}, {0, 2, 3}, {0}, {0}, {0}, {0}]
+    assert read == [{0}] * 6

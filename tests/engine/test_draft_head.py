@@ -34,6 +34,8 @@ from tests.models.quantized import awq, write
 from tests.models.zoo import Zoo
 from tests.tiers import with_all
 
+pytestmark = pytest.mark.usefixtures("cheap_heads")
+
 CASES = ("qwen3-next", "qwen3.5", "qwen3.5-moe", "deepseek-v3", "glm4-moe", "glm4-moe-lite")
 
 

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from inflight.config import Speculation
 from inflight.core.request.guide import Guide, GuideKind
 from inflight.core.request.request import Request
+from inflight.engine import draft_costs
 from inflight.engine.cpu.layout import MAX_HEAD_DIM
 from inflight.engine.kv_cache import KvCache, block_bytes
 from inflight.errors import ConfigError
@@ -43,6 +44,8 @@ from tests.guided.factories import make_request as make_guided_request
 from tests.models.eagle_heads import AFTER, EagleHeadFolder, make_random_head, make_right_head, weaken
 from tests.models.zoo import Zoo, ZooModel, make_model
 from tests.tiers import with_all
+
+pytestmark = pytest.mark.usefixtures("cheap_heads")
 
 CASES = ("llama-gqa", "qwen3.5", "deepseek-v3", "qwen3", "gpt-oss")
 
@@ -214,12 +217,43 @@ def test_a_guess_costs_a_layer_and_the_output_projection(zoo: Zoo, tmp_path: Pat
     decoder = with_eagle_head(model, str(make_random_head(tmp_path, zoo["llama-gqa"]).folder)).decoder
     of_layer = 64 * (8 * 8 + 2 * 2 * 8 + 8 * 8 + 3 * 96)
     of_head = 64 * (4 * 12 + 2 * 2 * 12 + 4 * 12 + 3 * 40)
-    assert decoder.guess_cost == (of_head + 64 * 70) / (3 * of_layer + 64 * 211)
+    assert decoder.guess_cost(0.0) == (of_head + 64 * 70) / (3 * of_layer + 64 * 211)
     of_entry = 3 * 64 * 64 + 2 * 64 * (4 * 12 + 2 * 2 * 12)
-    assert decoder.entry_cost == of_entry / (3 * of_layer + 64 * 211)
-    assert model.decoder.guess_cost == model.decoder.entry_cost == 0
+    assert decoder.entry_cost(0.0) == of_entry / (3 * of_layer + 64 * 211)
     limits = load(model.folder, 20, eagle_dir=str(tmp_path)).limits
-    assert (limits.guess_cost, limits.entry_cost) == (decoder.guess_cost, decoder.entry_cost)
+    assert (limits.guess_cost, limits.entry_cost) == (decoder.guess_cost(0.0), decoder.entry_cost(0.0))
+    limits = load(model.folder, 20).limits
+    assert limits.guess_cost == limits.entry_cost == 0
+
+
+def test_a_head_that_cannot_pay_is_never_used(
+    right: tuple[ZooModel, EagleHeadFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its operations that are no products take longer than a token of this model."""
+    model, head = right
+    monkeypatch.setitem(draft_costs._OVERHEAD_BYTES, "cpu", 1e6)
+    engine = load(model.folder, 60, eagle_dir=str(head.folder))
+    assert engine.limits.guess_cost > 1
+    monkeypatch.setattr(engine.runner._draft_head, "fill", None)  # a call is an error
+    served = serve(engine, with_head("no-evict", 3), [Request(0, model.prompt(9), 20, output=METRICS)])
+    assert len(served.tokens(0)) == 20
+    assert served.result(0).perf_metrics.num_draft_tokens == 0
+
+
+def test_the_overhead_of_a_head_weighs_more_beside_smaller_weights(
+    right: tuple[ZooModel, EagleHeadFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, head = right
+    found = []
+    for dtype in ("float32", "bfloat16", "int8"):
+        monkeypatch.setitem(draft_costs._OVERHEAD_BYTES, "cpu", 0.0)
+        less = load(model.folder, 20, dtype=dtype, eagle_dir=str(head.folder)).limits
+        monkeypatch.setitem(draft_costs._OVERHEAD_BYTES, "cpu", 1e5)
+        more = load(model.folder, 20, dtype=dtype, eagle_dir=str(head.folder)).limits
+        found.append(more.entry_cost - less.entry_cost)
+        assert more.guess_cost - less.guess_cost == pytest.approx(found[-1])
+    assert found[1] == pytest.approx(2 * found[0])
+    assert 1.2 * found[1] < found[2] < 2 * found[1]  # embeddings and norms are not in int8
 
 
 @KERNELS

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from inflight.sampling.sampler import threads_for
+from inflight.sampling.threads import threads_for
 
 
 @pytest.fixture(autouse=True)

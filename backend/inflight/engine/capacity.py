@@ -188,8 +188,6 @@ def make_limits(
         max_adapter_rank=config.lora_cache_max_adapter_size if num_adapter_pages else 0,
         has_state=decoder.recurrent is not None,
         break_even_rows=_BREAK_EVEN_ROWS[device.type],
-        guess_cost=decoder.guess_cost,
-        entry_cost=decoder.entry_cost,
         num_state_snapshots=num_state_snapshots,
     )
 

@@ -134,6 +134,8 @@ class DraftedModel(Protocol):
 class DraftLayer(Protocol):
     """The interface of the decoder of a draft head's only layer; `Decoder` documents each member."""
 
+    kernels: str
+
     def fill(self, packed: PackedBatch, cache: KvCache, hidden: Tensor) -> None:
         """Store the keys and values of rows, given the layer's input [rows, hidden_size]."""
         ...

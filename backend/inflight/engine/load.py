@@ -22,6 +22,7 @@ from inflight.engine.capacity import (
 from inflight.engine.collectives import ALONE, Collectives
 from inflight.engine.cpu.decoder import NativeDecoder
 from inflight.engine.cuda.iteration_graphs import Capture, RecordedKinds
+from inflight.engine.draft_costs import DraftCosts, find_draft_costs
 from inflight.engine.engine import ModelEngine
 from inflight.engine.kv_cache import KvCache, block_bytes
 from inflight.engine.kv_quantization import find_kv_quantization
@@ -163,8 +164,16 @@ def load_runner(options: LoadOptions) -> ModelRunner:
     num_adapter_pages = loader.reserve_adapters(decoder)
     capture = loader.find_graphs(decoder.has_fixed_shapes)
     cache = loader.allocate_cache(decoder, num_adapter_pages, capture)
-    head = None if make_head is None else make_head(cache)
-    return loader.make_runner(decoder, cache, num_adapter_pages, capture, draft_head=head)
+    if make_head is None:
+        return loader.make_runner(decoder, cache, num_adapter_pages, capture)
+    return loader.make_runner(
+        decoder,
+        cache,
+        num_adapter_pages,
+        capture,
+        draft_head=make_head(cache),
+        draft_costs=loader.draft_costs(),
+    )
 
 
 def _find_model(options: LoadOptions, device: torch.device) -> ModelDescription | TransformersModel:
@@ -234,6 +243,11 @@ class _Loader(RankLoader):
         if isinstance(model, TransformersModel) or isinstance(decoder, TransformersDecoder):
             return None
         return load_draft_head(self.config, model, decoder, self.device) if model.decoder.drafts else None
+
+    def draft_costs(self) -> DraftCosts:
+        """Return what the draft head's work costs."""
+        assert isinstance(self._model, ModelDescription), "transformers' own code has no draft head"
+        return find_draft_costs(self.config, self._model, self.device)
 
     def reserve_adapters(self, decoder: AnyDecoder) -> int:
         """Allocate pages for LoRA adapters; return their number."""

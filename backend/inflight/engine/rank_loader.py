@@ -11,6 +11,7 @@ from inflight.engine.capacity import count_snapshots, find_device, make_limits, 
 from inflight.engine.cuda.graph_capture import agree_on_capture, find_capture
 from inflight.engine.cuda.iteration_graphs import Capture
 from inflight.engine.debug_tensors import DebugTensors
+from inflight.engine.draft_costs import NO_COSTS, DraftCosts
 from inflight.engine.interfaces import BlockCache, DraftGuesser, RunnerDecoder
 from inflight.engine.load_options import LoadOptions
 from inflight.engine.runner import ModelRunner
@@ -73,6 +74,7 @@ class RankLoader:
         shares_blocks: bool = True,
         has_bidirectional_attention: bool = True,
         draft_head: DraftGuesser | None = None,
+        draft_costs: DraftCosts = NO_COSTS,
     ) -> ModelRunner:
         """Assemble the runner; on a GPU, record iterations.
 
@@ -93,6 +95,8 @@ class RankLoader:
             logits_post_processors=self.options.post_processor_names,
             additional_outputs=self._offered,
             shares_blocks=shares_blocks,
+            guess_cost=draft_costs.guess,
+            entry_cost=draft_costs.entry,
             hidden_size=limits.hidden_size if has_bidirectional_attention or not limits.has_spans else 0,
         )
         runner = ModelRunner(

@@ -225,7 +225,7 @@ class ModelRunner:
         between = HiddenStates()
         if are_wanted := self.additional_outputs.are_wanted(batch):
             between = self.additional_outputs.between_layers(batch)
-        head_slots = [] if self._draft_head is None else batch.slots_for_head()
+        head_slots = () if self._draft_head is None else batch.head_slots
         if self._draft_head is not None and head_slots:
             between = HiddenStates(between.wanted | self._draft_head.read_layers)
         virtual = self.prompt_tables.virtual_rows(batch)

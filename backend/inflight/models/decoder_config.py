@@ -529,30 +529,28 @@ class DecoderConfig:
             has_draft_head=False,
         )
 
-    @property
-    def guess_cost(self) -> float:
-        """Time that the draft head takes to guess a token, relative to the time of the model's forward pass.
+    def guess_cost(self, overhead: float) -> float:
+        """Return the time that the draft head takes to guess a token, relative to the model's forward pass.
 
-        Estimated by the numbers of weights that a token uses, in layers and output projections. 0 without a head.
+        Estimated by the numbers of weights that a token uses, in layers and output projections.
+
+        Args:
+            overhead: Number of weights that are read in the time of the head's operations that are no products.
         """
-        if not self.drafts:
-            return 0.0
         head = self.draft_layer
-        return (head._weights_per_token(0) + self.hidden_size * head.vocab_size) / self._used_weights
+        of_head = head._weights_per_token(0) + self.hidden_size * head.vocab_size
+        return (of_head + overhead) / self._used_weights
 
-    @property
-    def entry_cost(self) -> float:
-        """Time that the draft head takes to store its entries for a token, relative to the time of the model's
+    def entry_cost(self, overhead: float) -> float:
+        """Return the time that the draft head takes to store its entries for a token, relative to the model's
         forward pass.
 
         Estimated as `guess_cost`, for the projections of hidden states, queries, keys and values.
         """
-        if not self.drafts:
-            return 0.0
         head, width = self.draft_layer, self.hidden_size
         num_joined, read_width = (2, width) if self.eagle is None else (3, 2 * width)
         of_head = num_joined * width * width + read_width * (head.query_size + 2 * head.kv_size)
-        return of_head / self._used_weights
+        return (of_head + overhead) / self._used_weights
 
     @property
     def _used_weights(self) -> int:

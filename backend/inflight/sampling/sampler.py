@@ -6,9 +6,8 @@ pass. Called on the loop thread.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +29,9 @@ from inflight.sampling.nan_check import check_peaks
 from inflight.sampling.pipeline import pipeline_steps, process
 from inflight.sampling.row_kernels import RowKernels
 from inflight.sampling.rows import Failures, Needs, RawLogits, Rows, SlotParameters, select_rows
+from inflight.sampling.threads import threads_for
 from inflight.sampling.top_k_top_p import Drawn, samples_of
 from inflight.sampling.transfer import Arriving, to_host, upload
-
-_WORTH_SHARING = 1 << 22
-"""Number of logits from which sampling is faster with several threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -513,21 +510,3 @@ def _tokens(
         tuple(itertools.compress(tokens[first : first + count], flags[first : first + count]))
         for first, count in zip(layout.first_rows.tolist(), layout.counts.tolist())
     ]
-
-
-@contextlib.contextmanager
-def threads_for(logits: Tensor) -> Generator[None]:
-    """Use a single thread inside the `with` block if there are few logits on a CPU.
-
-    Sampling runs dozens of operators, and at the end of each the threads wait for each other. If another program
-    occupies a processor, each operator waits until that program's time slice is over.
-    """
-    if logits.device.type != "cpu" or logits.numel() > _WORTH_SHARING:
-        yield
-        return
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)

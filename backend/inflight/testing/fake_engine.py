@@ -67,7 +67,7 @@ class _Slot:
     num_tokens: int = 0
     last_token: int = -1
     state: int = _EMPTY  # the recurrent state: digest of the last token
-    lacks_entries: bool = False  # a draft head has stored nothing for some generated tokens
+    lacks_entries: bool = False  # a draft head has not read some of the tokens
 
     def go_on_with(self, token_id: int) -> None:
         self.last_token = token_id
@@ -139,6 +139,7 @@ class FakeEngine:
                 context[chunk.slot] = self._slots[chunk.slot].start.request, digests
             if chunk.is_last:
                 sampled.append(digests[-1 - chunk.num_draft_tokens :])
+            self._slots[chunk.slot].lacks_entries |= chunk.slot not in head_slots
             self._save_states(batch, chunk.slot, chunk.start, digests)
         for slot in batch.generation_slots:
             row = self._slots[slot]

@@ -18,12 +18,10 @@ class HeadDrafts:
 
     Attributes:
         length: The length that the next draft should have at most, if drafts take time from other sequences.
-        end: Number of the sequence's tokens that the head reads, up to the end of a KV block; None: all.
     """
 
     def __init__(self, most: int) -> None:
         self.length = DraftLength(most)
-        self.end: int | None = None
 
     def append(self, token_ids: Iterable[int]) -> None:
         """Take account of new tokens of the answer, which are final."""

@@ -190,8 +190,8 @@ class ScheduledBatch:
         generation_slots: Slots whose input is their own last token; no slot is also in `context`.
         beam_groups: The sampled rows that belong to beam searches.
         state_saves: Recurrent states to copy to snapshots.
-        head_slots: Slots in generation whose rows a draft head must read: it may guess tokens for them, now or
-            later, or their block has older entries of the head. It need not read the other rows in generation.
+        head_slots: Slots whose rows a draft head must read, so that it can guess tokens after them, now or later;
+            it need not read the others.
         samples_on_device: Whether the device must keep the sampled tokens, because `forward` is called for
             the next batch, whose inputs they are, before `decode` for this one. The next batch has no row that
             depends on a token of a sequence that needs the host (`Request.needs_host`).
@@ -227,11 +227,6 @@ class ScheduledBatch:
     def num_tokens(self) -> int:
         """Number of rows of the packed forward pass."""
         return self.num_context_tokens + len(self.generation_slots)
-
-    def slots_for_head(self) -> list[int]:
-        """Return the slots whose rows a draft head must read: contexts, also for later sequences that share their
-        blocks, and `head_slots`."""
-        return [chunk.slot for chunk in self.context if not chunk.is_generation] + list(self.head_slots)
 
     def sampled_slots(self) -> list[int]:
         """Return the slots that get tokens, in the order of `ModelOutput.token_ids`: last chunks, then generation.

@@ -46,6 +46,7 @@ class BatchBuilder:
         self._vocab_size = limits.vocab_size
         self._break_even_rows = limits.break_even_rows
         self._guess_cost, self._entry_cost = limits.guess_cost, limits.entry_cost
+        self._has_useful_head = limits.entry_cost > 0 and self._needed_share(1) < 1
         self._starts: list[SlotStart] = []
         self._new_blocks: list[tuple[int, tuple[int, ...]]] = []
         self._context: list[ContextChunk] = []
@@ -99,7 +100,12 @@ class BatchBuilder:
         self._append_blocks(llm_request.slots[0], self._kv_cache.extend(llm_request.key, num_tokens))
 
     def _add_chunk(self, llm_request: LlmRequest, num_rows: int) -> None:
-        """Add the next rows of a context; after its last row, the request's own draft if there is one."""
+        """Add the next rows of a context; after its last row, the request's own draft if there is one.
+
+        A draft head reads them, also for later sequences that share their blocks.
+        """
+        if self._has_useful_head:
+            self._head_slots.append(llm_request.slots[0])
         start, draft = llm_request.next_position, llm_request.draft_length
         end = start + num_rows
         is_last = end == llm_request.context_length + draft
@@ -131,8 +137,6 @@ class BatchBuilder:
         generation_slots = self._generation_slots
         for llm_request in sequences:
             position = llm_request.num_computed_tokens + llm_request.num_scheduled_tokens
-            if self._is_read_by_head(llm_request, position):
-                self._head_slots += llm_request.slots
             if llm_request.beams is not None:
                 self._add_beams(llm_request, llm_request.beams, position + 1)
                 llm_request.num_scheduled_tokens += 1
@@ -142,6 +146,8 @@ class BatchBuilder:
                     continue
                 self._extend(llm_request, position + 1)
             drafter = llm_request.drafter
+            if self._is_guessed(drafter):
+                self._head_slots.append(llm_request.slots[0])
             if drafter is not None and (
                 draft := self._draft(llm_request, drafter, num_free_rows, len(sequences))
             ):
@@ -155,26 +161,13 @@ class BatchBuilder:
             if (position + 1) % size == 0:
                 self._save_state(llm_request, position + 1)
 
-    def _is_read_by_head(self, llm_request: LlmRequest, position: int) -> bool:
-        """Whether the draft head must read the next row of a sequence in generation.
+    def _is_guessed(self, drafter: Drafter | None) -> bool:
+        """Whether the draft head guesses tokens of a sequence with this drafter, and so reads all of its rows."""
+        return self._has_useful_head and isinstance(drafter, HeadDrafts) and not drafter.length.is_over
 
-        It reads none if it will guess nothing for the sequence. But in each block it reads all rows or none, so
-        that a block has no entries of guesses or, where it was copied, of another sequence's tokens.
-        """
-        drafter, end = llm_request.drafter, 0
-        if isinstance(drafter, HeadDrafts):
-            if drafter.end is None and drafter.length.is_over:  # earlier guesses end before position + most
-                drafter.end = self._whole_blocks(position + drafter.length.most)
-            if drafter.end is None:
-                return True
-            end = drafter.end
-        elif not self._entry_cost:  # there is no head
-            return False
-        return position < max(end, self._whole_blocks(llm_request.context_length))
-
-    def _whole_blocks(self, num_tokens: int) -> int:
-        """Return the number of tokens of the KV blocks that `num_tokens` need."""
-        return self._kv_cache.blocks_for(num_tokens) * self._kv_cache.tokens_per_block
+    def _needed_share(self, num_sequences: int) -> float:
+        """Return the probability with which a draft token must be accepted to save time."""
+        return num_sequences / (num_sequences + self._break_even_rows) + self._guess_cost
 
     def _save_state(self, llm_request: LlmRequest, num_tokens: int) -> None:
         """Save the recurrent state, if the model has one, at a block boundary in generation."""
@@ -196,7 +189,7 @@ class BatchBuilder:
 
         The draft ends before the first token that stands for a row of a prompt table.
         """
-        if drafter.length.is_over:
+        if isinstance(drafter, HeadDrafts) and not self._is_guessed(drafter):
             return ()
         request = llm_request.request
         room = self._kv_cache.num_certain_tokens(llm_request.key) - len(llm_request.tokens)
@@ -207,7 +200,7 @@ class BatchBuilder:
             # that token.
             size = self._kv_cache.tokens_per_block
             most = min(most, size - 2 - llm_request.num_computed_tokens % size)
-        needed_share = num_sequences / (num_sequences + self._break_even_rows) + self._guess_cost
+        needed_share = self._needed_share(num_sequences)
         if num_sequences > _FEW_SEQUENCES or self._guess_cost:
             most = min(most, drafter.length.tokens_if(needed_share))
         draft = drafter.propose(most) if most > 0 else ()

@@ -8,9 +8,9 @@ head's layer and projections are compiled too.
 
 The layer's keys and values are one more layer of the KV cache, and the hidden states are stored there too: blocks
 that are shared, copied or saved have all that the head needs. Forward passes store both for their rows, by `fill`.
-Blocks that a sequence generates without drafts have zeros instead. To guess more than one token, the head gets its
-own output in place of the hidden state. The keys and values that it stores then are overwritten by the forward
-pass that verifies the guesses.
+Of tokens that a sequence generates without drafts, it has zeros or older entries instead. To guess more than one
+token, the head gets its own output in place of the hidden state. The keys and values that it stores then are
+overwritten by the forward pass that verifies the guesses.
 
 References: vLLM `qwen3_next_mtp.py` and `deepseek_mtp.py`, SGLang `deepseek_nextn.py`.
 """
@@ -40,7 +40,8 @@ from inflight.engine.slots import SlotTable
 from inflight.engine.windows import AttentionWindow
 from inflight.models.decoder_weights import DraftHeadWeights, PlainWeights
 from inflight.models.sharding import Part
-from inflight.sampling.transfer import as_array, upload
+from inflight.sampling.threads import single_thread
+from inflight.sampling.transfer import as_array, as_tensor, upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class DraftHead(ABC):
     def __init__(self, model: DraftedModel, layer: DraftLayer, cache: KvCache) -> None:
         self._model, self._layer = model, layer
         self._cache, self._hidden, self._size = cache.draft_layer(), cache.hidden, cache.tokens_per_block
+        self._is_compiled = layer.kernels == "native"  # with threads of its own
 
     def clear(self, block_ids: Tensor) -> None:
         """Zero the head's keys, values and hidden states of blocks [n] that a sequence is about to use.
@@ -92,6 +94,12 @@ class DraftHead(ABC):
             hidden: The output of the model's last layer, [rows, hidden_size].
             between: The hidden states after `read_layers`, [rows, hidden_size] each.
         """
+        with single_thread(self._is_compiled):
+            self._fill(packed, slots, hidden, between)
+
+    def _fill(
+        self, packed: PackedBatch, slots: Sequence[int], hidden: Tensor, between: Mapping[int, Tensor]
+    ) -> None:
         has_others = len(slots) < len(packed.bounds) - 1
         if has_others and packed.virtual is None and packed.rotations is None:
             is_read = torch.isin(packed.slots, upload(np.array(slots), packed.slots.device))
@@ -148,7 +156,8 @@ class DraftHead(ABC):
         if not wanted:
             return batch
         # as in `PackedBatch`, longer sequences first
-        found = self._guess(sorted(wanted, key=lambda each: -each.position), slots, rotary)
+        with single_thread(self._is_compiled):
+            found = self._guess(sorted(wanted, key=lambda each: -each.position), slots, rotary)
         return replace(batch, context=tuple(_with_drafts(chunk, found) for chunk in batch.context))
 
     def _guess(
@@ -171,7 +180,7 @@ class DraftHead(ABC):
             )
             output = self._forward(packed, self._before(packed) if hidden is None else hidden)
             hidden = self._next(output)
-            tokens = self._token_ids(self._logits(output).argmax(dim=-1))
+            tokens = self._token_ids(_likeliest(self._logits(output)))
             guessed.append(tokens)
         flat = iter(as_array(torch.cat(guessed).cpu()).tolist())
         found = {each.slot: list[int]() for each in wanted}
@@ -308,6 +317,13 @@ def _take(packed: PackedBatch, is_taken: Tensor, slots: Sequence[int]) -> Packed
         adapters=None,
         ends=None,
     )
+
+
+def _likeliest(logits: Tensor) -> Tensor:
+    """Return the index of the largest logit of each row."""
+    if logits.device.type != "cpu":
+        return logits.argmax(dim=-1)
+    return as_tensor(as_array(logits).argmax(axis=-1))  # in a tenth of torch's time
 
 
 def _with_drafts(chunk: ContextChunk, drafts: dict[int, list[int]]) -> ContextChunk:

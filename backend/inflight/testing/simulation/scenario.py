@@ -160,9 +160,9 @@ def draw(seed: int) -> Scenario:
             stops[stop_at] = (*stops.get(stop_at, ()), _draw_stop(rng, request, stop_at))
     speculation = _draw_speculation(seed)
     config = replace(_draw_config(rng, limits, requests), speculative_decoding_mode=speculation)
-    if speculation is not None and speculation.method == Speculation.MTP and seed % 2:
-        # so large that some sequences stop to draft
-        limits = replace(limits, guess_cost=0.25, entry_cost=0.25)
+    if speculation is not None and speculation.method == Speculation.MTP:
+        # with odd seeds so large that some sequences stop to draft
+        limits = replace(limits, guess_cost=0.25 if seed % 2 else 0.0, entry_cost=0.25)
     return Scenario(
         seed,
         replace(limits, overlaps_iterations=rng.choice([False, False, True])),
