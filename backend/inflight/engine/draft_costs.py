@@ -7,11 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from inflight.config import EngineConfig
-from inflight.engine.load_decoder import weight_bytes
 from inflight.models.loader import num_weight_bytes
 from inflight.models.registry import ModelDescription
-from inflight.models.sharding import Part
 
 _logger = logging.getLogger(__name__)
 
@@ -22,7 +19,7 @@ measured on a CPU (0.7 ms), and guessed for a GPU (about 25 kernels)."""
 
 @dataclass(frozen=True, slots=True)
 class DraftCosts:
-    """What a draft head's work costs, relative to the time of a forward pass; see `EngineLimits`."""
+    """Times of a draft head's work, relative to a forward pass; see `EngineLimits`."""
 
     guess: float = 0.0
     entry: float = 0.0
@@ -31,10 +28,9 @@ class DraftCosts:
 NO_COSTS = DraftCosts()
 
 
-def find_draft_costs(config: EngineConfig, model: ModelDescription, device: torch.device) -> DraftCosts:
-    """Return the costs of a model with a draft head; they are the same on all ranks."""
+def find_draft_costs(model: ModelDescription, num_bytes: int, device: torch.device) -> DraftCosts:
+    """Return the costs of a model with a draft head, whose weights take `num_bytes` on all ranks together."""
     decoder = model.decoder
-    num_bytes = weight_bytes(config, model, device, Part.whole(decoder))
     num_weights = num_weight_bytes(model, torch.int8, torch.int8)
     overhead = _OVERHEAD_BYTES[device.type] * num_weights / num_bytes
     costs = DraftCosts(decoder.guess_cost(overhead), decoder.entry_cost(overhead))

@@ -247,7 +247,8 @@ class _Loader(RankLoader):
     def draft_costs(self) -> DraftCosts:
         """Return what the draft head's work costs."""
         assert isinstance(self._model, ModelDescription), "transformers' own code has no draft head"
-        return find_draft_costs(self.config, self._model, self.device)
+        num_bytes = _weight_bytes(self.config, self._model, Part.whole(self._model.decoder))
+        return find_draft_costs(self._model, num_bytes, self.device)
 
     def reserve_adapters(self, decoder: AnyDecoder) -> int:
         """Allocate pages for LoRA adapters; return their number."""
