@@ -453,7 +453,7 @@ class EngineConfig:
                 "no int8 and fp8 here"
             )
         if self.drafts and self.implementation not in (None, "torch"):
-            method = "mtp" if self.eagle_dir is None else "eagle3"
+            method = "mtp" if self.has_draft_head else "eagle3"
             raise ConfigError(
                 f"speculative_decoding_mode is {method}, expected none, prompt-lookup or suffix: engine is "
                 f"{self.implementation}, and only torch computes draft heads"

@@ -138,6 +138,8 @@ class Shard:
             ),
             recurrent=decoder.recurrent and decoder.recurrent.divided(self.size),
             eagle=decoder.eagle and replace(decoder.eagle, layer=self.part_of(decoder.eagle.layer)),
+            gemma4_head=decoder.gemma4_head
+            and replace(decoder.gemma4_head, layers=self.part_of(decoder.gemma4_head.layers)),
         )
 
     def query_rows(self, decoder: DecoderConfig) -> Range:
@@ -211,6 +213,11 @@ class Part:
                 Shard(mapping.tp_size, mapping.tp_rank).check(decoder.eagle.layer)
             except ConfigError as error:
                 raise ConfigError(f"the EAGLE-3 head: {error}") from None
+        if decoder.gemma4_head is not None:
+            try:
+                Shard(mapping.tp_size, mapping.tp_rank).check(decoder.gemma4_head.layers)
+            except ConfigError as error:
+                raise ConfigError(f"the draft head: {error}") from None
         if mapping.pp_size > 1 and decoder.drafts:
             method = "mtp" if decoder.eagle is None else "eagle3"
             raise ConfigError(

@@ -64,16 +64,19 @@ class DraftHead(ABC):
     Attributes:
         read_layers: Numbers of the model's layers after which the head reads hidden states; none if it reads only
             the output.
+        advances: Whether the head reads its own guesses at the positions that they would have. Otherwise it reads
+            them at the position of the last known token.
     """
 
     read_layers: frozenset[int] = frozenset()
+    advances = True
 
     def __init__(self, model: DraftedModel, layer: DraftLayer, cache: KvCache) -> None:
         self._model, self._layer = model, layer
         self._cache, self._hidden, self._size = cache.draft_layer(), cache.hidden, cache.tokens_per_block
 
     def clear(self, block_ids: Tensor) -> None:
-        """Zero the head's keys, values and hidden states of blocks [n] that a sequence is about to use.
+        """Zero the head's own keys and values, and hidden states, of blocks [n] that a sequence is about to use.
 
         What the head does not read stays zero, and attention of torch's operators needs zeros (`KvCache.clear`).
         """
@@ -98,6 +101,10 @@ class DraftHead(ABC):
             packed, hidden = _take(packed, is_read, slots), hidden[is_read]
             between = {number: states[is_read] for number, states in between.items()}
         self._hidden.index_copy_(0, cache_places(packed, self._size), self._stored(hidden, between))
+        self._fill_layer(packed)
+
+    def _fill_layer(self, packed: PackedBatch) -> None:
+        """Store the rows' keys and values in the head's own layer; their hidden states are stored."""
         packed = replace(self._of_layer(packed), adapters=None)  # adapters do not change the head
         self._layer.fill(packed, self._cache, self._read(packed, self._before(packed)))
 
@@ -126,6 +133,10 @@ class DraftHead(ABC):
     def _token_ids(self, guesses: Tensor) -> Tensor:
         """Return the model's tokens for indices of the head's logits, [rows]."""
         return guesses
+
+    def _choose(self, output: Tensor) -> Tensor:
+        """Return the likeliest next tokens [rows], given the layer's output."""
+        return self._token_ids(self._logits(output).argmax(dim=-1))
 
     def _of_layer(self, packed: PackedBatch) -> PackedBatch:
         """Return the rows as the head's layer rotates them."""
@@ -165,13 +176,13 @@ class DraftHead(ABC):
             if len(kept) < len(tokens):
                 index = upload(np.array(kept), device)
                 tokens, hidden = tokens[index], None if hidden is None else hidden[index]
-            positions = np.array([wanted[row].position + step for row in rows])
+            positions = np.array([wanted[row].position + step * self.advances for row in rows])
             packed = self._of_layer(
                 _pack(tokens, [wanted[row].slot for row in rows], positions, slots, rotary)
             )
             output = self._forward(packed, self._before(packed) if hidden is None else hidden)
             hidden = self._next(output)
-            tokens = self._token_ids(self._logits(output).argmax(dim=-1))
+            tokens = self._choose(output)
             guessed.append(tokens)
         flat = iter(as_array(torch.cat(guessed).cpu()).tolist())
         found = {each.slot: list[int]() for each in wanted}
