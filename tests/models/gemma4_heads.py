@@ -22,7 +22,11 @@ from tests.models.zoo import ZooModel, _as_float64, make_model
 
 VOCAB_SIZE = 220
 CLUSTERS = {"use_ordered_embeddings": True, "num_centroids": 20, "centroid_intermediate_top_k": 3}
-SMALL = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
+SMALL = (
+    "post_attention_layernorm.weight",
+    "post_feedforward_layernorm.weight",
+    "post_per_layer_input_norm.weight",
+)
 
 
 @dataclass(frozen=True)
@@ -40,9 +44,7 @@ class Gemma4HeadFolder:
         The model has computed all tokens but the last, as after a prompt.
         """
         with _as_float64():
-            if "in float64" not in self.target.found:
-                self.target.found["in float64"] = copy.deepcopy(self.target.oracle).double()
-            model, head = self.target.found["in float64"], copy.deepcopy(self.head).double()
+            model, head = (_double(each, self.target) for each in (self.target.oracle, self.head))
             head.generation_config.num_assistant_tokens = count
             known = torch.tensor([tokens])
             outputs = model(known[:, :-1], output_hidden_states=True, return_shared_kv_states=True)
@@ -53,6 +55,14 @@ class Gemma4HeadFolder:
                 known, {"attention_mask": torch.ones_like(known)}, outputs, False, n_last_matches=0
             )
         return found[0, len(tokens) :].tolist()
+
+
+def _double(module: Any, target: ZooModel) -> Any:
+    """Return a copy of a module in float64, which is made once for a model."""
+    key = "in float64", id(module)
+    if key not in target.found:
+        target.found[key] = copy.deepcopy(module).double()
+    return target.found[key]
 
 
 def make_target(folder: Path, case: str, is_simple: bool = False, **changes: Any) -> ZooModel:
@@ -94,7 +104,7 @@ def make_head(folder: Path, target: ZooModel, is_right: bool = False, **changes:
     is_unified = "unified" in of_model.model_type
     config_class = Gemma4UnifiedAssistantConfig if is_unified else Gemma4AssistantConfig
     config = config_class(
-        text_config=type(of_model)(**text), backbone_hidden_size=of_model.hidden_size, **changes
+        text_config=type(of_model)(**text), **{"backbone_hidden_size": of_model.hidden_size, **changes}
     )
     torch.manual_seed(3)
     head = (Gemma4UnifiedAssistantForCausalLM if is_unified else Gemma4AssistantForCausalLM)(config)

@@ -169,9 +169,7 @@ def _check_tensors(head: ModelDescription, vocab_size: int) -> None:
     check_tensors(head.folder, stored, shapes, TARGETS, _EXPECTED, _NOT_READ)
 
 
-def _shapes(
-    decoder: DecoderConfig, vocab_size: int, stored: Collection[str]
-) -> dict[str, tuple[int, ...]]:
+def _shapes(decoder: DecoderConfig, vocab_size: int, stored: Collection[str]) -> dict[str, tuple[int, ...]]:
     """Return the expected shapes of the head's tensors; of optional ones, if they are stored."""
     hidden, inner = decoder.hidden_size, decoder.intermediate_size
     attention, mlp = "midlayer.self_attn.", "midlayer.mlp."

@@ -70,7 +70,9 @@ def _read_layers(config: ConfigFile, section: ConfigFile) -> ModelDescription:
     if kind not in _CLASSES:
         raise section.error("model_type", " or ".join(_CLASSES))
     if section.has("num_kv_shared_layers") and section.count("num_kv_shared_layers") not in (0, num_layers):
-        raise section.error("num_kv_shared_layers", f"{num_layers}: all layers read the model's keys and values")
+        raise section.error(
+            "num_kv_shared_layers", f"{num_layers}: all layers read the model's keys and values"
+        )
     for key in ("enable_moe_block", "use_double_wide_mlp"):
         if section.boolean(key, False):
             raise section.error(key, "false, as in all heads of Gemma 4")
