@@ -27,6 +27,7 @@ from tests.engine.guesses import (
     requests_of_all_kinds,
 )
 from tests.engine.lora import make_adapter, stored
+from tests.engine.pictures import Picture, make_prompt, request_of
 from tests.engine.ranks import ranks
 from tests.engine.serving import Served, config_of, load, serve
 from tests.models.eagle_heads import make_random_head
@@ -69,7 +70,7 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> tuple[ZooModel, Gemma4Hea
 @pytest.mark.parametrize("case", with_all(CASES, CASES[:2]))
 @pytest.mark.parametrize("way", with_all(WAYS, WAYS[1:2]))
 def test_guesses_are_those_of_transformers_generation(random: Any, case: str, way: str, form: str) -> None:
-    """Prompts are longer than the window; chunks, reused blocks and pauses change no guess, and guesses no token."""
+    """Prompts are longer than the window; chunks, reused blocks and pauses change no guess."""
     model, head = random(case, form)
     requests = make_requests(model)
     plain = serve(load(model.folder, 200, 6), config_of("no-evict"), requests)
@@ -115,6 +116,30 @@ def test_right_guesses_save_iterations(right: tuple[ZooModel, Gemma4HeadFolder])
         metrics = served.result(0).perf_metrics
         assert 10 < metrics.num_accepted_draft_tokens <= metrics.num_draft_tokens
         assert served.num_iterations == plain.num_iterations - metrics.num_accepted_draft_tokens
+
+
+def test_a_head_that_is_wrong_is_soon_left_alone(random: Any) -> None:
+    model, head = random("gemma4")
+    request = Request(0, model.prompt(9), 100, output=METRICS)
+    engine = load(model.folder, 60, eagle_dir=str(head.folder), has_draft_head=True)
+    served = serve(engine, with_head("no-evict", 4), [request])
+    assert served.tokens(0) == model.greedy(request.input_token_ids, 100)
+    assert 2 <= served.result(0).perf_metrics.num_draft_tokens <= 12
+
+
+@pytest.mark.parametrize("case", with_all(("gemma4-vision", "gemma4-large"), ("gemma4-large",)))
+def test_guesses_after_pictures_change_no_token(tmp_path: Path, case: str) -> None:
+    model = make_target(tmp_path / "model", case)
+    head = make_head(tmp_path / "head", model)
+    prompt = make_prompt(model, (5, Picture(2, 7, 1), 6, Picture(6, 2, 2), 3), 0)
+    requests = [request_of(model, number, prompt, new, output=METRICS) for number, new in ((0, 12), (1, 20))]
+    plain = serve(load(model.folder, 60), config_of("no-evict"), requests)
+    engine = load(model.folder, 60, eagle_dir=str(head.folder), has_draft_head=True)
+    guesses = Guesses(engine)
+    served = serve(engine, with_head("no-evict", 3), requests)
+    assert len(guesses.found) > 10
+    for request in requests:
+        assert served.tokens(request) == plain.tokens(request)
 
 
 def test_requests_of_all_kinds_have_the_same_results_with_and_without_guesses(
@@ -332,7 +357,7 @@ def test_a_head_is_refused_by_its_config(
         ),
         (
             {"model.layers.1.self_attn.k_proj.weight": torch.zeros(48, 48)},
-            "lacks no tensor and has model.layers.1.self_attn.k_proj.weight beside what is known, expected a draft",
+            "lacks no tensor and has model.layers.1.self_attn.k_proj.weight beside what is known, expected a",
         ),
         ({"post_projection.weight": torch.zeros(64, 64)}, r"has shape \[64, 64\], expected \[64, 48\]"),
         (
@@ -359,14 +384,14 @@ def test_a_head_is_refused_by_its_tensors(
 def test_only_a_gemma_4_takes_such_a_head(random: Any, zoo: Zoo, tmp_path: Path) -> None:
     _, head = random("gemma4")
     for case in ("llama-gqa", "gemma3"):
-        with pytest.raises(ConfigError, match="expected a head for .*, which is no Gemma 4"):
+        with pytest.raises(ConfigError, match=r"expected a head for .*, which is no Gemma 4"):
             load(zoo[case].folder, 20, eagle_dir=str(head.folder), has_draft_head=True)
 
 
 def test_a_model_without_windows_has_no_keys_for_the_heads_windows(random: Any, tmp_path: Path) -> None:
     model = make_target(tmp_path / "model", "gemma4", layer_types=["full_attention"] * 3)
     _, head = random("gemma4")
-    with pytest.raises(ConfigError, match="layer_types' .* which has no sliding_attention with keys"):
+    with pytest.raises(ConfigError, match=r"layer_types' .* which has no sliding_attention with keys"):
         load(model.folder, 20, eagle_dir=str(head.folder), has_draft_head=True)
 
 

@@ -1,4 +1,4 @@
-"""Folders of Gemma 4's draft heads as transformers saves them, and what transformers' generation guesses by them."""
+"""Folders of Gemma 4's draft heads as transformers saves them, and what its generation guesses by them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _double(module: Any, target: ZooModel) -> Any:
 
 def make_target(folder: Path, case: str, is_simple: bool = False, **changes: Any) -> ZooModel:
     """Write a Gemma 4; with `is_simple`, its next token depends almost on the last one only."""
-    more = {"vocab_size_per_layer_input": VOCAB_SIZE} if "shared" in case else {}
+    more = {"vocab_size_per_layer_input": VOCAB_SIZE} if case in ("gemma4-shared", "gemma4-vision") else {}
     model = make_model(folder, case, changes={"vocab_size": VOCAB_SIZE, **more, **changes})
     if is_simple:
         _shrink_layers(model.oracle)

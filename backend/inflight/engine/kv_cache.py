@@ -6,8 +6,8 @@ attention the size is 1, as values are part of the keys. If keys and values are 
 tokens_per_block, kv_heads]. If layers differ in heads, each group of equal layers has tensors of its own, so that
 a block takes no more memory than its layers need. Layers that read another layer's keys and values are not
 counted; a draft head's layer (`layers/draft_head.py`), if the head has keys and values of its own, is the last
-one, and for the head there is also a tensor of hidden states, [1, 1, blocks, tokens_per_block, hidden_size]. Compiled layers have their own order inside a block
-(cpu/source/attention.h) and use neither `write` nor `gather`.
+one, and for the head there is also a tensor of hidden states, [1, 1, blocks, tokens_per_block, hidden_size].
+Compiled layers have their own order inside a block (cpu/source/attention.h) and use neither `write` nor `gather`.
 
 The cache does not know which sequence has which block. The null block, which is additional to the scheduler's
 blocks, is zero and pads block tables of shorter sequences. With CUDA graphs, whose attention never reads past a

@@ -46,8 +46,8 @@ def with_gemma4_head(model: ModelDescription, folder: str) -> ModelDescription:
     config, target = read_config_file(folder), model.decoder
     if not (target.value_norm and target.layer_scales):
         raise ConfigError(
-            f"{config.path}: speculative_model_dir has a draft head of Gemma 4, expected a head for {model.folder}, "
-            "which is no Gemma 4"
+            f"{config.path}: speculative_model_dir has a draft head of Gemma 4, expected a head for "
+            f"{model.folder}, which is no Gemma 4"
         )
     if config.positive_int("backbone_hidden_size") != target.hidden_size:
         raise config.error("backbone_hidden_size", f"{target.hidden_size}, the hidden_size of {model.folder}")

@@ -57,7 +57,7 @@ def check_tensors(
         stored: The tensors that it has.
         shapes: The shape of each tensor that it must have.
         of_token_ids: Name of the tensor of token ids, whose numbers are integers.
-        kind: What the head is expected to be, which ends a message about other names: "expected ...".
+        kind: End of a message about other names, which says what head was expected.
         not_read: Names that the folder may have beside them.
     """
     missing = [name for name in shapes if name not in stored]
