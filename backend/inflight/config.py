@@ -209,8 +209,8 @@ class SchedulingConfig:
         SPECULATION,
         "guess up to K next tokens of each sequence from its own (prompt-lookup, 8), also from recent answers "
         "(suffix, 8), by the checkpoint's draft head, or Gemma 4's in speculative_model_dir (mtp, 1), "
-        "or by an EAGLE-3 head in speculative_model_dir (eagle3, 3); default: prompt lookup, for requests that ask "
-        "for it",
+        "or by an EAGLE-3 head in speculative_model_dir (eagle3, 3); default: prompt lookup, for requests that "
+        "ask for it",
     )
     speculative_model_dir: str | None = parameter(
         None,

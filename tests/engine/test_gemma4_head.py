@@ -87,6 +87,19 @@ def test_guesses_are_those_of_transformers_generation(random: Any, case: str, wa
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_first_drafts_are_those_of_generate_with_an_assistant(random: Any, form: str) -> None:
+    model, head = random("gemma4-shared", form)
+    engine = load(model.folder, 60, eagle_dir=str(head.folder), has_draft_head=True)
+    guesses = Guesses(engine)
+    requests = [Request(length, model.prompt(length, length), 8) for length in (2, 12, 21, 33, 50)]
+    serve(engine, with_head("no-evict", 3), requests)
+    found = {(number, known): list(guessed) for number, known, guessed in guesses.found}
+    for request in requests:
+        prompt = request.input_token_ids
+        assert found[len(prompt), len(prompt) + 1] == head.first_draft(prompt, 3), len(prompt)
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_a_window_longer_than_the_prompt_and_one_token_are_no_special_cases(random: Any, form: str) -> None:
     """A prompt of one token has no hidden state and no keys before its first token."""
     model, head = random("gemma4", form)

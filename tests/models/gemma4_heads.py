@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import (
@@ -55,6 +56,33 @@ class Gemma4HeadFolder:
                 known, {"attention_mask": torch.ones_like(known)}, outputs, False, n_last_matches=0
             )
         return found[0, len(tokens) :].tolist()
+
+    def first_draft(self, prompt: Sequence[int], count: int) -> list[int]:
+        """Return the first draft of transformers' `generate` with the head, of `count` tokens.
+
+        Later drafts are worse in transformers: there the head also sees keys of rejected tokens.
+        """
+        drafts = list[list[int]]()
+        get_candidates = SinglePositionMultiTokenCandidateGenerator.get_candidates
+
+        def listen(generator: Any, input_ids: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+            found, logits = get_candidates(generator, input_ids, *arguments, **options)
+            known = input_ids.shape[1]
+            if found.shape[1] > known:
+                drafts.append(found[0, known:].tolist())
+            return found, logits
+
+        self.head.generation_config.num_assistant_tokens = count
+        with patch.object(SinglePositionMultiTokenCandidateGenerator, "get_candidates", listen):
+            self.target.oracle.generate(
+                torch.tensor([prompt]),
+                assistant_model=self.head,
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                max_new_tokens=count + 3,
+                do_sample=False,
+                eos_token_id=None,
+            )
+        return drafts[0]
 
 
 def _double(module: Any, target: ZooModel) -> Any:
