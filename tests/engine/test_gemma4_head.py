@@ -247,6 +247,17 @@ def test_pipeline_stages_refuse_heads(right: tuple[ZooModel, Gemma4HeadFolder]) 
         pass
 
 
+def test_a_head_that_cannot_be_divided_by_the_ranks_is_refused(random: Any) -> None:
+    """The model has eight query heads, its head four."""
+    model, head = random("gemma4")
+    message = "the draft head: tensor parallelism over 8 ranks does not divide this model: 4 heads"
+    with (
+        pytest.raises(ConfigError, match=message),
+        ranks(model.folder, (8, 1), eagle_dir=str(head.folder), has_draft_head=True),
+    ):
+        pass
+
+
 @pytest.mark.parametrize("implementation", ["transformers", "tensorrt"])
 def test_engines_without_draft_heads_refuse_them(
     right: tuple[ZooModel, Gemma4HeadFolder], implementation: str
