@@ -137,7 +137,7 @@ def main() -> None:
                 max_tokens_in_paged_kv_cache=max(arguments.streams) * (arguments.tokens + 128),
                 engine_threads=arguments.threads,
                 kernels=arguments.kernels,
-                eagle_dir=head,
+                draft_head_dir=head,
             )
         )
         if arguments.ignore_cost:

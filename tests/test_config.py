@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -193,7 +194,7 @@ def test_valid_texts_of_parameters_are_read(key: str, text: str, value: object) 
 def test_an_eagle_head_has_a_folder_and_a_mode() -> None:
     alone = make_parameters(Role.ENGINE, speculative_model_dir="/heads/a")
     assert alone.scheduler.speculative_decoding_mode == Speculation("eagle3", 3)
-    assert (alone.engine.eagle_dir, alone.engine.has_draft_head) == ("/heads/a", False)
+    assert (alone.engine.draft_head_dir, alone.engine.has_draft_head) == ("/heads/a", False)
     given = {"speculative_model_dir": "/heads/a", "speculative_decoding_mode": "eagle3:5"}
     assert make_parameters(Role.ENGINE, **given).scheduler.speculative_decoding_mode == Speculation(
         "eagle3", 5
@@ -208,6 +209,20 @@ def test_an_eagle_head_has_a_folder_and_a_mode() -> None:
         )
         with pytest.raises(ConfigError, match=message):
             make_parameters(Role.ENGINE, speculative_model_dir="/heads/a", speculative_decoding_mode=mode)
+
+
+def test_a_head_of_gemma_4_implies_another_mode(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gemma4_assistant"}')
+    folder = str(tmp_path)
+    alone = make_parameters(Role.ENGINE, speculative_model_dir=folder)
+    assert alone.scheduler.speculative_decoding_mode == Speculation("mtp", 3)
+    assert (alone.engine.draft_head_dir, alone.engine.has_draft_head) == (folder, True)
+    given = {"speculative_model_dir": folder, "speculative_decoding_mode": "mtp:5"}
+    assert make_parameters(Role.ENGINE, **given).scheduler.speculative_decoding_mode == Speculation("mtp", 5)
+    for mode in ("eagle3", "none"):
+        message = f"speculative_model_dir: got '{folder}', expected speculative_decoding_mode mtp, got {mode}"
+        with pytest.raises(ConfigError, match=message):
+            make_parameters(Role.ENGINE, speculative_model_dir=folder, speculative_decoding_mode=mode)
 
 
 @pytest.mark.parametrize(

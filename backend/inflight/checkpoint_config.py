@@ -26,6 +26,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 MAX_COUNT = 10_000
 """More layers or heads than any model has. Descriptions list all of them, so their number must be bounded."""
+GEMMA4_HEADS = ("gemma4_assistant", "gemma4_unified_assistant")
+"""Values of `model_type` in draft heads of Gemma 4."""
 _POSITIVE_INT, _POSITIVE = "an integer >= 1", "a number > 0"
 _SNAPSHOT = re.compile(r"models--(.+)/snapshots/[0-9a-f]{40}")
 _NAME_THE_FILE = (
@@ -336,6 +338,14 @@ def read_config_file(folder: Path | str) -> ConfigFile:
     if not path.exists() and (hint := instead_of_gguf(folder)):
         raise ConfigError(f"{path} does not exist{hint}")
     return ConfigFile.load(path)
+
+
+def is_gemma4_head(folder: Path | str) -> bool:
+    """Whether a folder's config.json is that of a draft head of Gemma 4; False if it cannot be read."""
+    try:
+        return read_config_file(folder).values.get("model_type") in GEMMA4_HEADS
+    except ConfigError:
+        return False
 
 
 def eos_token_ids(config: ConfigFile) -> tuple[int, ...]:

@@ -208,11 +208,15 @@ class SchedulingConfig:
         None,
         SPECULATION,
         "guess up to K next tokens of each sequence from its own (prompt-lookup, 8), also from recent answers "
-        "(suffix, 8), by the checkpoint's draft head (mtp, 1), or by an EAGLE-3 head (eagle3, 3; set "
-        "speculative_model_dir); default: prompt lookup, for requests that ask for it",
+        "(suffix, 8), by the checkpoint's draft head, or Gemma 4's in speculative_model_dir (mtp, 1), "
+        "or by an EAGLE-3 head in speculative_model_dir (eagle3, 3); default: prompt lookup, for requests that "
+        "ask for it",
     )
     speculative_model_dir: str | None = parameter(
-        None, TEXT, "folder of the EAGLE-3 head of speculative_decoding_mode eagle3, which it implies"
+        None,
+        TEXT,
+        "folder of an EAGLE-3 head, which implies speculative_decoding_mode eagle3, or of "
+        "Gemma 4's draft head, which implies mtp:3",
     )
     eagle_choices: int | None = parameter(
         None,
@@ -285,8 +289,9 @@ class EngineConfig:
         ranks_on_host: Number of ranks that share this machine's memory. On a CPU, each rank uses an equal
             part of the free memory.
         shares_blocks: Whether several sequences may use one KV block, by prefix reuse or as beams.
-        has_draft_head: Whether to load the checkpoint's draft head; set if `speculative_decoding_mode` is mtp.
-        eagle_dir: `speculative_model_dir` if `speculative_decoding_mode` is eagle3; otherwise None.
+        has_draft_head: Whether `speculative_decoding_mode` is mtp: the head in `draft_head_dir` drafts, or the
+            checkpoint's own if there is no folder.
+        draft_head_dir: `speculative_model_dir`.
     """
 
     gpt_model_path: str | None = parameter(
@@ -431,12 +436,12 @@ class EngineConfig:
     ranks_on_host: int = 1
     shares_blocks: bool = True
     has_draft_head: bool = False
-    eagle_dir: str | None = None
+    draft_head_dir: str | None = None
 
     @property
     def drafts(self) -> bool:
         """Whether a draft head guesses tokens."""
-        return self.has_draft_head or self.eagle_dir is not None
+        return self.has_draft_head or self.draft_head_dir is not None
 
     def validate(self) -> None:
         """Raise ConfigError, with parameter, value and expected values, if a value is not valid."""
@@ -453,7 +458,7 @@ class EngineConfig:
                 "no int8 and fp8 here"
             )
         if self.drafts and self.implementation not in (None, "torch"):
-            method = "mtp" if self.eagle_dir is None else "eagle3"
+            method = "mtp" if self.has_draft_head else "eagle3"
             raise ConfigError(
                 f"speculative_decoding_mode is {method}, expected none, prompt-lookup or suffix: engine is "
                 f"{self.implementation}, and only torch computes draft heads"

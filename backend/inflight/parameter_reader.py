@@ -9,8 +9,10 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from inflight.checkpoint_config import is_gemma4_head
 from inflight.config import (
     DEFAULT_NUM_SEQUENCES,
     PARAMETERS,
@@ -59,7 +61,7 @@ def read_parameters(model_config: Mapping[str, Any], role: Role) -> Parameters:
     least = 0 if role is Role.ENGINE else 1  # 0 means tensors without a batch dimension, as in llmapi
     if max_batch_size < least:
         problems.append(f"max_batch_size: got {max_batch_size}, expected an integer >= {least}")
-    problems += _take_eagle_head(given) or _take_choices(given)
+    problems += _take_draft_folder(given) or _take_choices(given)
     if problems:
         raise ConfigError(
             f"config.pbtxt of {model_config.get('name', role.value)}:\n  " + "\n  ".join(problems)
@@ -74,24 +76,35 @@ def read_parameters(model_config: Mapping[str, Any], role: Role) -> Parameters:
         max_num_sequences=max_batch_size or DEFAULT_NUM_SEQUENCES,
         max_num_tokens=scheduler.max_num_tokens,
         has_draft_head=speculation is not None and speculation.method == Speculation.MTP,
-        eagle_dir=scheduler.speculative_model_dir,
+        draft_head_dir=scheduler.speculative_model_dir,
     )
     return Parameters(**_fields(Parameters, given), scheduler=scheduler, engine=engine)
 
 
-def _take_eagle_head(given: dict[str, Any]) -> list[str]:
-    """Make `speculative_model_dir` imply the mode eagle3; return the problem if only one of them is for it."""
-    mode, folder = given.get("speculative_decoding_mode"), given.get("speculative_model_dir")
-    if folder is not None and "speculative_decoding_mode" not in given:
-        mode = given["speculative_decoding_mode"] = Speculation.parse(Speculation.EAGLE3)
-    method = "none" if mode is None else mode.method
-    if (method == Speculation.EAGLE3) == (folder is not None):
-        return []
+def mode_of_head(folder: str | Path) -> str:
+    """Return the `speculative_decoding_mode` that the folder of a draft head implies: of Gemma 4, or EAGLE-3."""
+    return f"{Speculation.MTP}:3" if is_gemma4_head(folder) else Speculation.EAGLE3
+
+
+def _take_draft_folder(given: dict[str, Any]) -> list[str]:
+    """Make `speculative_model_dir` imply its mode; return the problem if mode and folder do not go together."""
+    folder = given.get("speculative_model_dir")
     if folder is None:
+        mode = given.get("speculative_decoding_mode")
+        if mode is None or mode.method != Speculation.EAGLE3:
+            return []
         return [
             "speculative_decoding_mode: got eagle3, expected speculative_model_dir with the folder of its head"
         ]
-    return [f"speculative_model_dir: got {folder!r}, expected speculative_decoding_mode eagle3, got {method}"]
+    implied = Speculation.parse(mode_of_head(folder))
+    assert implied is not None, "a head drafts"
+    mode = given.setdefault("speculative_decoding_mode", implied)
+    method = "none" if mode is None else mode.method
+    if method == implied.method:
+        return []
+    return [
+        f"speculative_model_dir: got {folder!r}, expected speculative_decoding_mode {implied.method}, got {method}"
+    ]
 
 
 def _take_choices(given: dict[str, Any]) -> list[str]:

@@ -20,6 +20,7 @@ from inflight.openai.options import OpenAiOptions
 from inflight.server.launch import ServerOptions
 from inflight.server.repository import Wanted, default_repository
 from tests.models.eagle_heads import make_random_head
+from tests.models.gemma4_heads import make_head, make_target
 from tests.models.zoo import make_model
 from tests.openai_endpoint.small_models import make_classifier
 
@@ -58,6 +59,18 @@ def test_an_eagle_head_of_another_model(tmp_path: Path) -> None:
     assert found == f"{tmp_path / 'nothing'} is not a folder, expected a Hugging Face checkpoint folder"
     found = problem(DEMO_MODEL, speculate="eagle3")
     assert "speculative_decoding_mode: got eagle3, expected speculative_model_dir with the folder" in found
+
+
+def test_a_gemma_4_head_of_another_model(tmp_path: Path) -> None:
+    model = make_target(tmp_path / "model", "gemma4")
+    head = make_head(tmp_path / "head", model)
+    options = Wanted(model.folder, speculate="mtp:3", draft_model=head.folder)
+    assert not [*preflight.problems(ServerOptions(wanted=options))]
+    found = problem(DEMO_MODEL, speculate="mtp:3", draft_model=head.folder)
+    assert found.endswith(f"expected a head for {DEMO_MODEL}, which is no Gemma 4")
+    wider = make_head(tmp_path / "wider", model, backbone_hidden_size=96)
+    found = problem(model.folder, speculate="mtp:3", draft_model=wider.folder)
+    assert "key 'backbone_hidden_size' is 96, expected 64, the hidden_size of" in found
 
 
 def test_an_encoder_with_a_decoder(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_guesses_follow_the_published_formulas(
     head = make_random_head(tmp_path, model)
     requests = make_requests(model)
     plain = serve(load(model.folder, 200, 6, kernels="torch"), config_of("no-evict"), requests)
-    engine = load(model.folder, 26, 4, eagle_dir=str(head.folder), kernels=kernels)
+    engine = load(model.folder, 26, 4, draft_head_dir=str(head.folder), kernels=kernels)
     guesses = Guesses(engine)
     assert engine.runner._draft_head._layer.kernels == kernels
     fill_with_garbage(engine.runner.cache)
@@ -128,7 +128,7 @@ def test_guesses_follow_the_published_formulas(
 def test_variants_of_the_layout_guess_alike(zoo: Zoo, tmp_path: Path, changes: dict[str, Any]) -> None:
     model = zoo["llama-gqa"]
     head = make_random_head(tmp_path, model, **changes)
-    engine = load(model.folder, 40, eagle_dir=str(head.folder))
+    engine = load(model.folder, 40, draft_head_dir=str(head.folder))
     guesses = Guesses(engine)
     fill_with_garbage(engine.runner.cache)
     (request,) = make_requests(model, 1)
@@ -161,7 +161,7 @@ def test_the_training_script_trains_and_writes_such_heads(zoo: Zoo, tmp_path: Pa
         in_a_row = script.guesses_in_a_row(trained, embedded, read)
         assert [int(token_ids[logits[0, len(prompt) - 2].argmax()]) for logits in in_a_row] == guessed
 
-    engine = load(model.folder, 40, eagle_dir=str(tmp_path))
+    engine = load(model.folder, 40, draft_head_dir=str(tmp_path))
     guesses = Guesses(engine)
     served = serve(engine, with_head("no-evict", 3), [Request(0, prompt, 6)])
     for _, known, found_there in guesses.found:
@@ -196,7 +196,7 @@ def test_right_guesses_save_iterations(right: tuple[ZooModel, EagleHeadFolder], 
     plain = serve(load(model.folder, 100, kernels="torch"), config_of("no-evict"), [request])
     assert plain.tokens(0) == model.greedy(request.input_token_ids, 40)
     for count in (1, 3):
-        engine = load(model.folder, 100, eagle_dir=str(head.folder), kernels=kernels)
+        engine = load(model.folder, 100, draft_head_dir=str(head.folder), kernels=kernels)
         engine.limits = replace(engine.limits, guess_cost=0.0)  # drafts are as long as the request allows
         served = serve(engine, with_head("no-evict", count), [request])
         assert served.tokens(0) == plain.tokens(0)
@@ -208,7 +208,7 @@ def test_right_guesses_save_iterations(right: tuple[ZooModel, EagleHeadFolder], 
 @pytest.mark.parametrize("count", [1, 6])
 def test_a_head_that_is_wrong_is_soon_left_alone(zoo: Zoo, tmp_path: Path, count: int) -> None:
     folder = make_random_head(tmp_path, zoo["llama-gqa"]).folder
-    engine = load(zoo["llama-gqa"].folder, 240, 6, eagle_dir=str(folder))
+    engine = load(zoo["llama-gqa"].folder, 240, 6, draft_head_dir=str(folder))
     check_that_a_wrong_head_is_left_alone(engine, zoo["llama-gqa"], with_head("no-evict", 4), count)
 
 
@@ -220,7 +220,7 @@ def test_a_guess_costs_a_layer_and_the_output_projection(zoo: Zoo, tmp_path: Pat
     assert decoder.guess_cost(0.0) == (of_head + 64 * 70) / (3 * of_layer + 64 * 211)
     of_entry = 3 * 64 * 64 + 2 * 64 * (4 * 12 + 2 * 2 * 12)
     assert decoder.entry_cost(0.0) == of_entry / (3 * of_layer + 64 * 211)
-    limits = load(model.folder, 20, eagle_dir=str(tmp_path)).limits
+    limits = load(model.folder, 20, draft_head_dir=str(tmp_path)).limits
     assert (limits.guess_cost, limits.entry_cost) == (decoder.guess_cost(0.0), decoder.entry_cost(0.0))
     limits = load(model.folder, 20).limits
     assert limits.guess_cost == limits.entry_cost == 0
@@ -232,7 +232,7 @@ def test_a_head_that_cannot_pay_is_never_used(
     """Its operations that are no products take longer than a token of this model."""
     model, head = right
     monkeypatch.setitem(draft_costs._OVERHEAD_BYTES, "cpu", 1e6)
-    engine = load(model.folder, 60, eagle_dir=str(head.folder))
+    engine = load(model.folder, 60, draft_head_dir=str(head.folder))
     assert engine.limits.guess_cost > 1
     monkeypatch.setattr(engine.runner._draft_head, "fill", None)  # a call is an error
     served = serve(engine, with_head("no-evict", 3), [Request(0, model.prompt(9), 20, output=METRICS)])
@@ -247,9 +247,9 @@ def test_the_overhead_of_a_head_weighs_more_beside_smaller_weights(
     found = []
     for dtype in ("float32", "bfloat16", "int8"):
         monkeypatch.setitem(draft_costs._OVERHEAD_BYTES, "cpu", 0.0)
-        less = load(model.folder, 20, dtype=dtype, eagle_dir=str(head.folder)).limits
+        less = load(model.folder, 20, dtype=dtype, draft_head_dir=str(head.folder)).limits
         monkeypatch.setitem(draft_costs._OVERHEAD_BYTES, "cpu", 1e5)
-        more = load(model.folder, 20, dtype=dtype, eagle_dir=str(head.folder)).limits
+        more = load(model.folder, 20, dtype=dtype, draft_head_dir=str(head.folder)).limits
         found.append(more.entry_cost - less.entry_cost)
         assert more.guess_cost - less.guess_cost == pytest.approx(found[-1])
     assert found[1] == pytest.approx(2 * found[0])
@@ -271,7 +271,7 @@ def test_requests_of_all_kinds_have_the_same_results_with_and_without_guesses(
             70,
             8,
             kernels=kernels,
-            eagle_dir=None if count is None else str(head.folder),
+            draft_head_dir=None if count is None else str(head.folder),
             lora_cache_gpu_memory_fraction=0.05,
         )
         config = config_of(way) if count is None else with_head(way, count)
@@ -306,7 +306,7 @@ def test_guided_requests_have_drafts_and_the_same_tokens(right: tuple[ZooModel, 
         for place, guide in enumerate(GUIDES)
     ]
     plain = serve(load_guided(model.folder, kernels="torch"), config_of("no-evict"), requests)
-    engine = load_guided(model.folder, 60, 6, eagle_dir=str(head.folder))
+    engine = load_guided(model.folder, 60, 6, draft_head_dir=str(head.folder))
     engine.limits = replace(engine.limits, guess_cost=0.0)
     for way in ("no-evict", "utilization-chunked-no-reuse"):
         served = serve(engine, with_head(way, 3), requests)
@@ -332,7 +332,7 @@ def test_guesses_after_pictures_change_no_token(
     prompt = make_prompt(model, parts, NUM_ADDED.get(case, 0))
     requests = [request_of(model, number, prompt, new, output=METRICS) for number, new in ((0, 12), (1, 20))]
     plain = serve(load(model.folder, 60, kernels="torch"), config_of("no-evict"), requests)
-    engine = load(model.folder, 60, eagle_dir=str(head.folder))
+    engine = load(model.folder, 60, draft_head_dir=str(head.folder))
     guesses = Guesses(engine)
     served = serve(engine, with_head("no-evict", 3), requests)
     assert len(guesses.found) > 10
@@ -344,8 +344,8 @@ def test_two_tensor_parallel_ranks_guess_the_same_tokens(right: tuple[ZooModel, 
     model, head = right
     requests = make_requests(model, 4)
     plain = serve(load(model.folder, 80, kernels="torch"), config_of("no-evict"), requests)
-    one = serve(load(model.folder, 80, eagle_dir=str(head.folder)), with_head("no-evict", 2), requests)
-    with ranks(model.folder, (2, 1), 80, eagle_dir=str(head.folder)) as engine:
+    one = serve(load(model.folder, 80, draft_head_dir=str(head.folder)), with_head("no-evict", 2), requests)
+    with ranks(model.folder, (2, 1), 80, draft_head_dir=str(head.folder)) as engine:
         two = serve(engine, with_head("no-evict", 2), requests)
     accepted = 0
     for request in requests:
@@ -362,7 +362,7 @@ def test_pipeline_stages_refuse_heads(right: tuple[ZooModel, EagleHeadFolder]) -
     message = "pipeline_parallel_size is 2, expected 1: speculative_decoding_mode is eagle3"
     with (
         pytest.raises(ConfigError, match=message),
-        ranks(model.folder, (1, 2), eagle_dir=str(head.folder)),
+        ranks(model.folder, (1, 2), draft_head_dir=str(head.folder)),
     ):
         pass
 
@@ -397,7 +397,7 @@ def test_engines_without_draft_heads_refuse_them(
 ) -> None:
     model, head = right
     with pytest.raises(ConfigError, match=message):
-        load(model.folder, 20, eagle_dir=str(head.folder), **changes)
+        load(model.folder, 20, draft_head_dir=str(head.folder), **changes)
 
 
 @pytest.mark.parametrize(
@@ -450,7 +450,7 @@ def test_a_head_that_does_not_fit_is_refused_by_its_config(
     config = {key: value for key, value in (head.config | changes).items() if value is not None}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=message):
-        load(model.folder, 20, eagle_dir=str(head.folder))
+        load(model.folder, 20, draft_head_dir=str(head.folder))
 
 
 @pytest.mark.parametrize(
@@ -482,7 +482,7 @@ def test_a_head_that_does_not_fit_is_refused_by_its_tensors(
     tensors = {name: tensor for name, tensor in (head.tensors | changes).items() if tensor is not None}
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=message):
-        load(model.folder, 20, eagle_dir=str(head.folder))
+        load(model.folder, 20, draft_head_dir=str(head.folder))
 
 
 def test_a_folder_without_weights_is_refused(zoo: Zoo, tmp_path: Path) -> None:
@@ -490,7 +490,7 @@ def test_a_folder_without_weights_is_refused(zoo: Zoo, tmp_path: Path) -> None:
     make_random_head(tmp_path, model)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"has config\.json, expected model\.safetensors$"):
-        load(model.folder, 20, eagle_dir=str(tmp_path))
+        load(model.folder, 20, draft_head_dir=str(tmp_path))
 
 
 @pytest.mark.parametrize("size", [0, 40, 300])
@@ -499,7 +499,7 @@ def test_a_file_that_was_cut_is_refused(zoo: Zoo, tmp_path: Path, size: int) -> 
     path = make_random_head(tmp_path, model).folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(ConfigError, match="has no tensors, or is not a whole file of safetensors"):
-        load(model.folder, 20, eagle_dir=str(tmp_path))
+        load(model.folder, 20, draft_head_dir=str(tmp_path))
 
 
 def test_the_error_for_a_pickled_head_says_how_to_convert_it(zoo: Zoo, tmp_path: Path) -> None:
@@ -510,10 +510,10 @@ def test_the_error_for_a_pickled_head_says_how_to_convert_it(zoo: Zoo, tmp_path:
     with pytest.raises(
         ConfigError, match=r"has config\.json, pytorch_model\.bin, expected model\.safetensors\. Files"
     ) as raised:
-        load(model.folder, 20, eagle_dir=str(tmp_path))
+        load(model.folder, 20, draft_head_dir=str(tmp_path))
     (program,) = re.findall('python -c "([^"]*)"$', str(raised.value))
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
-    engine = load(model.folder, 20, eagle_dir=str(tmp_path))
+    engine = load(model.folder, 20, draft_head_dir=str(tmp_path))
     assert torch.equal(engine.runner._draft_head._weights.token_ids, torch.arange(70) + head.tensors["d2t"])
 
 
@@ -537,4 +537,4 @@ def test_a_model_of_few_layers_needs_the_numbers_of_layers(zoo: Zoo, tmp_path: P
     with pytest.raises(
         ConfigError, match=r"is missing, expected three .*without the key they are \[2, 1, -1\]"
     ):
-        load(model.folder, 20, eagle_dir=str(head.folder))
+        load(model.folder, 20, draft_head_dir=str(head.folder))

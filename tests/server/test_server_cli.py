@@ -56,6 +56,15 @@ def test_a_draft_model_implies_eagle3() -> None:
         cli.parse(["--draft-model", "heads/a", "--speculate", "mtp"])
 
 
+def test_a_head_of_gemma_4_implies_mtp(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gemma4_unified_assistant"}')
+    folder = str(tmp_path)
+    assert cli.parse(["--draft-model", folder]).wanted.speculate == "mtp:3"
+    assert cli.parse(["--draft-model", folder, "--speculate", "mtp:5"]).wanted.speculate == "mtp:5"
+    with pytest.raises(OptionError, match=f"--draft-model {folder} is for --speculate mtp, not eagle3:2"):
+        cli.parse(["--draft-model", folder, "--speculate", "eagle3:2"])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "fp8"])
 def test_every_dtype_is_accepted(dtype: str) -> None:
     assert cli.parse(["--dtype", dtype, "--set", "kernels=torch"]).wanted.dtype == dtype

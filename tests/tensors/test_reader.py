@@ -122,7 +122,10 @@ def test_a_tensor_and_its_alias_must_have_the_same_value() -> None:
 
 
 def test_a_refusal_names_the_value_and_the_accepted_ones() -> None:
-    with pytest.raises(Unsupported, match=r"lookahead_window_size .*got 4, expected it left out or 0$"):
+    with pytest.raises(
+        Unsupported,
+        match=r"lookahead_window_size .*because prompt_lookup_num_tokens, .*got 4, expected it left out or 0$",
+    ):
         make_reader({"lookahead_window_size": np.array([[4]], np.int32)}).refuse_unbuilt()
     rows = np.array([[[5, 7, 3], [9, 2, 1]]], np.float16)
     with pytest.raises(

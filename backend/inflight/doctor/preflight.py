@@ -27,7 +27,7 @@ from inflight.engine.sequence_length import longest_sequence
 from inflight.engine_folder import is_engine_folder
 from inflight.errors import ConfigError
 from inflight.gguf.folder import is_gguf
-from inflight.models.eagle_head import with_eagle_head
+from inflight.models.draft_folder import with_head_folder
 from inflight.models.registry import bare_decoder, check_draft_head, describe
 from inflight.pooling import Task, classifies, find_task
 from inflight.server.launch import ServerOptions, lay_out
@@ -82,7 +82,7 @@ def problems(options: ServerOptions, root: Path = Path("/")) -> Iterator[str]:
         or _memory(options, engine, root)
         or _weights(options, engine)
         or _head(options)
-        or _eagle_head(engine)
+        or _draft_folder(engine)
     )
     if reason is not None:
         yield reason
@@ -242,7 +242,7 @@ def lacking_in_decoder(parameters: Parameters | None) -> str | None:
     except ConfigError:  # a model for transformers' own code, or loading it reports the error
         return None
     try:
-        if engine.has_draft_head:
+        if engine.has_draft_head and engine.draft_head_dir is None:
             check_draft_head(model)
         if engine.max_sequence_length is not None:
             longest_sequence(engine, model.decoder)
@@ -313,13 +313,13 @@ def _head(options: ServerOptions) -> str | None:
     return None
 
 
-def _eagle_head(engine: EngineConfig | None) -> str | None:
-    """Return why the EAGLE-3 head does not fit the model."""
-    if engine is None or engine.eagle_dir is None or engine.gpt_model_path is None:
+def _draft_folder(engine: EngineConfig | None) -> str | None:
+    """Return why the draft head of --draft-model does not fit the model."""
+    if engine is None or engine.draft_head_dir is None or engine.gpt_model_path is None:
         return None
     try:
         engine.validate()
-        with_eagle_head(describe(read_config_file(engine.gpt_model_path)), engine.eagle_dir)
+        with_head_folder(describe(read_config_file(engine.gpt_model_path)), engine.draft_head_dir)
     except ConfigError as error:
         return str(error)
     return None

@@ -5,9 +5,9 @@ attention the size is 1, as values are part of the keys. If keys and values are 
 (`kv_quantization.py`), this tensor has bytes, and another one has their scales, [layers, 2, blocks,
 tokens_per_block, kv_heads]. If layers differ in heads, each group of equal layers has tensors of its own, so that
 a block takes no more memory than its layers need. Layers that read another layer's keys and values are not
-counted; a draft head's layer (`layers/draft_head.py`) is the last one, and for the head there is also a tensor of
-hidden states, [1, 1, blocks, tokens_per_block, hidden_size]. Compiled layers have their own order inside a block
-(cpu/source/attention.h) and use neither `write` nor `gather`.
+counted; a draft head's layer (`layers/draft_head.py`), if the head has keys and values of its own, is the last
+one, and for the head there is also a tensor of hidden states, [1, 1, blocks, tokens_per_block, hidden_size].
+Compiled layers have their own order inside a block (cpu/source/attention.h) and use neither `write` nor `gather`.
 
 The cache does not know which sequence has which block. The null block, which is additional to the scheduler's
 blocks, is zero and pads block tables of shorter sequences. With CUDA graphs, whose attention never reads past a
@@ -54,9 +54,10 @@ def block_bytes(
 
 
 def _cached_layers(decoder: DecoderConfig) -> list[DecoderConfig]:
-    """Return the configuration of each layer with keys and values of its own; a draft head's is the last one."""
+    """Return the configuration of each layer with keys and values of its own; a draft head's is the last one, if
+    it has any."""
     layers = [decoder.at(layer) for layer in decoder.cached_layers]
-    return [*layers, decoder.draft_layer] if decoder.drafts else layers
+    return [*layers, decoder.draft_layer] if decoder.has_draft_layer else layers
 
 
 def describe_quantization(decoder: DecoderConfig, quantization: KvQuantization) -> str:

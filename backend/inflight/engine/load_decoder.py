@@ -36,8 +36,9 @@ from inflight.errors import ConfigError
 from inflight.file_names import native
 from inflight.models import DecoderConfig
 from inflight.models.decoder_weights import DecoderWeights, PlainWeights
-from inflight.models.eagle_head import with_eagle_head
+from inflight.models.draft_folder import with_head_folder
 from inflight.models.eagle_weights import eagle_bytes
+from inflight.models.gemma4_weights import gemma4_head_bytes
 from inflight.models.levels import MatrixKind
 from inflight.models.loader import load_weights_into, num_weight_bytes, quantized_kinds, stored_dtype
 from inflight.models.recurrent import Mamba2
@@ -94,8 +95,8 @@ def find_model(
 
 def with_wanted_head(config: EngineConfig, model: ModelDescription) -> ModelDescription:
     """Return the description with the configured draft head, if any; raise ConfigError if it cannot have it."""
-    if config.eagle_dir is not None:
-        return with_eagle_head(model, native(config.eagle_dir))
+    if config.draft_head_dir is not None:
+        return with_head_folder(model, native(config.draft_head_dir))
     return with_draft_head(model) if config.has_draft_head else model
 
 
@@ -299,8 +300,10 @@ def weight_bytes(config: EngineConfig, model: ModelDescription, device: torch.de
     kinds, is_compiled = _find_kinds(config, model, device, part.shard)
     dtype, head_dtype = computed_dtype(config, model), torch.int8 if kinds and is_compiled else None
     linear_dtype = torch.int8 if config.dtype in QUANTIZED else dtype
-    of_eagle = 0 if model.eagle is None else eagle_bytes(model.eagle, dtype, part.shard)
-    return num_weight_bytes(model, dtype, linear_dtype, kinds, part, head_dtype) + of_eagle
+    of_folder = 0 if model.eagle is None else eagle_bytes(model.eagle, dtype, part.shard)
+    if model.gemma4_head is not None:
+        of_folder = gemma4_head_bytes(model, dtype, part.shard)
+    return num_weight_bytes(model, dtype, linear_dtype, kinds, part, head_dtype) + of_folder
 
 
 def _find_kinds(

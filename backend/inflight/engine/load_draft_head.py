@@ -14,11 +14,13 @@ from inflight.engine.kv_cache import KvCache
 from inflight.engine.layers.decoder import Decoder
 from inflight.engine.layers.draft_head import DraftHead, MtpHead, head_window, make_layer
 from inflight.engine.layers.eagle_head import EagleHead
+from inflight.engine.layers.gemma4_head import Gemma4Head
 from inflight.engine.layers.torch_sink import TorchSink
 from inflight.engine.load_decoder import check_native, keeps_levels, kept_by_compiled_layers
 from inflight.engine.memory import LESS_WEIGHTS, allocating
 from inflight.models.decoder_weights import DraftHeadWeights, LayerT, LinearT
 from inflight.models.eagle_weights import EagleWeights, eagle_bytes, eagle_part, load_eagle_weights
+from inflight.models.gemma4_weights import gemma4_head_bytes, gemma4_part, load_gemma4_head
 from inflight.models.loader import draft_head_bytes, load_mtp_weights
 from inflight.models.registry import ModelDescription
 from inflight.models.sharding import Part
@@ -46,6 +48,12 @@ def load_draft_head(
         ConfigError: Files of the head are damaged, or there is no memory.
     """
     shard, window = decoder.part.shard, head_window(decoder)
+    sink = TorchSink(decoder.dtype, device, config.dtype)
+    if (head := model.decoder.gemma4_head) is not None and model.gemma4_head is not None:
+        num_bytes = partial(gemma4_head_bytes, model, decoder.dtype, shard)
+        with allocating("the draft head", num_bytes, device, LESS_WEIGHTS):
+            weights = load_gemma4_head(sink, model, decoder.dtype, device, shard)
+        return partial(Gemma4Head, decoder, head, gemma4_part(model.gemma4_head, shard), weights)
     # The checkpoint's own head has the model's embedding and output projection.
     part = Part(shard, (0, 1), is_first_stage=False, is_last_stage=False)
     if isinstance(decoder, NativeDecoder) and _is_compiled(config, model, decoder, device):
@@ -57,7 +65,6 @@ def load_draft_head(
         mtp = _read_mtp(decoder.packer, model, decoder, device, kept)
         layer = decoder.draft_layer(mtp.decoder, window, part)
         return partial(MtpHead, decoder, layer, layer.linear(mtp.projection), mtp)
-    sink = TorchSink(decoder.dtype, device, config.dtype)
     if model.eagle is not None:
         eagle = _read_eagle(sink, model, model.eagle, decoder, device)
         return partial(

@@ -254,6 +254,28 @@ class Eagle3Config:
 
 
 @dataclass(frozen=True, slots=True)
+class Gemma4HeadConfig:
+    """A draft head of Gemma 4, which comes from a folder of its own.
+
+    Attributes:
+        layers: The head's layers, with `DecoderConfig.read_kv`.
+        num_clusters: Number of equally large clusters of tokens; 0: every token gets a logit.
+        clusters_per_token: Number of the likeliest clusters whose tokens get logits; 0 without clusters.
+    """
+
+    layers: DecoderConfig
+    num_clusters: int
+    clusters_per_token: int
+
+    @property
+    def num_logits(self) -> int:
+        """Number of products with rows of embedding and clusters that a guess takes."""
+        if not self.num_clusters:
+            return self.layers.vocab_size
+        return self.num_clusters + self.clusters_per_token * self.layers.vocab_size // self.num_clusters
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderConfig:
     """The architecture of a decoder: everything except weights on which its forward pass depends.
 
@@ -329,6 +351,9 @@ class DecoderConfig:
         num_draft_layers: Number of additional layers that a checkpoint may have for drafting tokens.
         has_draft_head: Whether the first of them is read, to draft tokens (`draft_layer`).
         eagle: The EAGLE-3 head that drafts tokens instead; None: there is none.
+        gemma4_head: The draft head of Gemma 4 that drafts tokens instead; None: there is none.
+        read_kv: In such a head, for each of its layers, the layer whose keys and values it reads, counted among
+            the model's `cached_layers`; empty in models.
         latent: Latent attention, which changes the meaning of num_kv_heads and head_dim; None: ordinary attention.
         layer_sizes: The sizes of each layer, if layers differ; then `num_kv_heads`, `head_dim` and
             `intermediate_size` are the largest. Empty: these fields apply to every layer.
@@ -404,6 +429,8 @@ class DecoderConfig:
     num_draft_layers: int = 0
     has_draft_head: bool = False
     eagle: Eagle3Config | None = None
+    gemma4_head: Gemma4HeadConfig | None = None
+    read_kv: tuple[int, ...] = ()
     latent: LatentAttention | None = None
     layer_sizes: tuple[LayerSizes, ...] = ()
     keys_are_values: tuple[bool, ...] = ()
@@ -464,7 +491,7 @@ class DecoderConfig:
 
     def has_own_kv(self, layer: int) -> bool:
         """Return whether a layer with attention computes keys and values, instead of reading another layer's."""
-        return not self.kv_layers or self.kv_layers[layer] == layer
+        return not self.read_kv and (not self.kv_layers or self.kv_layers[layer] == layer)
 
     @property
     def first_read_layer(self) -> int | None:
@@ -509,7 +536,12 @@ class DecoderConfig:
 
     @property
     def drafts(self) -> bool:
-        """Whether a draft head guesses tokens, the checkpoint's own or an EAGLE-3 head."""
+        """Whether a draft head guesses tokens: the checkpoint's own, an EAGLE-3 head or a head of Gemma 4."""
+        return self.has_draft_layer or self.gemma4_head is not None
+
+    @property
+    def has_draft_layer(self) -> bool:
+        """Whether the draft head has one layer, whose keys and values are cached beside the model's."""
         return self.has_draft_head or self.eagle is not None
 
     @property
@@ -535,8 +567,13 @@ class DecoderConfig:
         Estimated by the numbers of weights that a token uses, in layers and output projections.
 
         Args:
-            overhead: Number of weights that are read in the time of the head's operations that are no products.
+            overhead: Number of weights that are read in the time of a layer's operations that are no products.
         """
+        if (gemma4 := self.gemma4_head) is not None:
+            layers, width = gemma4.layers, gemma4.layers.hidden_size
+            of_head = sum(layers.at(each)._weights_per_token(each) for each in range(layers.num_layers))
+            of_head += width * (3 * self.hidden_size + gemma4.num_logits)
+            return (of_head + layers.num_layers * overhead) / self._used_weights
         head = self.draft_layer
         of_head = head._weights_per_token(0) + self.hidden_size * head.vocab_size
         return (of_head + overhead) / self._used_weights
@@ -547,6 +584,8 @@ class DecoderConfig:
 
         Estimated as `guess_cost`, for the projections of hidden states, queries, keys and values.
         """
+        if self.gemma4_head is not None:  # only the final norm of the model's output, some of the operations
+            return (self.hidden_size + overhead / 4) / self._used_weights
         head, width = self.draft_layer, self.hidden_size
         num_joined, read_width = (2, width) if self.eagle is None else (3, 2 * width)
         of_head = num_joined * width * width + read_width * (head.query_size + 2 * head.kv_size)
@@ -560,10 +599,12 @@ class DecoderConfig:
 
     def _weights_per_token(self, layer: int) -> int:
         """Return about how many weights of a layer one token uses, as if its attention or state were ordinary."""
-        inner, experts = self.intermediate_size, self.experts
+        inner, experts, kv_size = self.intermediate_size, self.experts, self.kv_size
+        if self.read_kv:
+            kv_size = 0
         if experts is not None and experts.layers[layer]:
             inner = experts.num_per_token * experts.intermediate_size + experts.shared_intermediate_size
-        return self.hidden_size * (2 * self.query_size + 2 * self.kv_size + (2 + self.gated_mlp) * inner)
+        return self.hidden_size * (2 * self.query_size + 2 * kv_size + (2 + self.gated_mlp) * inner)
 
     @property
     def cached_layers(self) -> tuple[int, ...]:

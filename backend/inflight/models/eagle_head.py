@@ -13,7 +13,7 @@ References: vLLM `llama_eagle3.py`, SGLang `llama_eagle3.py`, SpecForge `specfor
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +22,8 @@ from inflight.errors import ConfigError
 from inflight.json_values import is_list
 from inflight.models.decoder_config import DecoderConfig, Eagle3Config
 from inflight.models.families.family import NormNames
+from inflight.models.head_tensors import check_tensors, read_headers
 from inflight.models.registry import ModelDescription, describe
-from inflight.safetensors_header import StoredTensor, stored_tensors
 
 EMBEDDING, EMBEDDING_NORM, FUSION, HIDDEN_NORM, TARGETS = (
     "embed_tokens",
@@ -53,14 +53,6 @@ _SECTION: Mapping[str, tuple[Any, ...]] = {
 this layout."""
 
 _NOT_READ = ("t2d",)
-_PICKLED = "pytorch_model.bin"
-_CONVERT = (
-    "import torch; from safetensors.torch import save_file; "
-    f"save_file({{k: v.contiguous() for k, v in torch.load('{_PICKLED}', weights_only=True).items()}}, "
-    "'model.safetensors')"
-)
-"""A program that converts the file without running code in it."""
-
 _EXPECTED = "expected an EAGLE-3 head as SpecForge and SafeAILab publish it"
 
 
@@ -166,56 +158,18 @@ def _read_section(config: ConfigFile) -> ConfigFile | None:
 
 def _check_tensors(head: ModelDescription, vocab_size: int) -> None:
     """Raise ConfigError unless the folder has the head's tensors in their shapes, and no others."""
-    files = sorted(head.folder.glob("*.safetensors"))
-    if not files:
-        names = sorted(path.name for path in head.folder.iterdir())
-        found, advice = ", ".join(names) or "nothing", ""
-        if _PICKLED in names:
-            advice = (
-                f". Files of Python's pickle format can run any code and are not read; convert it where you trust "
-                f'its source, in that folder: python -c "{_CONVERT}"'
-            )
-        raise ConfigError(
-            f"{head.folder}: speculative_model_dir has {found}, expected model.safetensors{advice}"
-        )
-    stored: dict[str, StoredTensor] = {}
-    for file in files:
-        found = stored_tensors(file)
-        if not found:
-            raise ConfigError(f"{file} has no tensors, or is not a whole file of safetensors")
-        stored |= found
-    shapes = {name: tensor.shape for name, tensor in stored.items()}
-    hidden, expected = head.decoder.hidden_size, _shapes(head.decoder, vocab_size, shapes)
-    if shapes.get(f"{FUSION}.weight") == (hidden, 2 * hidden):
+    stored, hidden = read_headers(head.folder), head.decoder.hidden_size
+    fusion = stored.get(f"{FUSION}.weight")
+    if fusion is not None and fusion.shape == (hidden, 2 * hidden):
         raise ConfigError(
             f"{head.folder}: speculative_model_dir has an EAGLE-1 or EAGLE-2 head (fc.weight has shape "
             f"{[hidden, 2 * hidden]}), {_EXPECTED}: fc.weight of {[hidden, 3 * hidden]}"
         )
-    missing = [name for name in expected if name not in shapes]
-    others = [name for name in shapes if name not in expected and name not in _NOT_READ]
-    if missing or others:
-        raise ConfigError(
-            f"{head.folder}: speculative_model_dir lacks {_some(missing)} and has {_some(others)} beside what is "
-            f"known, {_EXPECTED}"
-        )
-    for name, shape in expected.items():
-        if shapes[name] != shape:
-            raise ConfigError(
-                f"{head.folder}: tensor {name!r} has shape {list(shapes[name])}, expected {list(shape)} from "
-                "config.json of the head"
-            )
-    allowed = {TARGETS: ("I64", "I32")}
-    for name in expected:
-        dtypes = allowed.get(name, ("F32", "BF16", "F16"))
-        if stored[name].dtype not in dtypes:
-            raise ConfigError(
-                f"{head.folder}: tensor {name!r} has dtype {stored[name].dtype}, expected {' or '.join(dtypes)}"
-            )
+    shapes = _shapes(head.decoder, vocab_size, stored)
+    check_tensors(head.folder, stored, shapes, TARGETS, _EXPECTED, _NOT_READ)
 
 
-def _shapes(
-    decoder: DecoderConfig, vocab_size: int, stored: Mapping[str, tuple[int, ...]]
-) -> dict[str, tuple[int, ...]]:
+def _shapes(decoder: DecoderConfig, vocab_size: int, stored: Collection[str]) -> dict[str, tuple[int, ...]]:
     """Return the expected shapes of the head's tensors; of optional ones, if they are stored."""
     hidden, inner = decoder.hidden_size, decoder.intermediate_size
     attention, mlp = "midlayer.self_attn.", "midlayer.mlp."
@@ -247,8 +201,3 @@ def _shapes(
     if f"{EMBEDDING}.weight" in stored:
         shapes[f"{EMBEDDING}.weight"] = (vocab_size, hidden)
     return shapes
-
-
-def _some(names: list[str], limit: int = 3) -> str:
-    shown = ", ".join(names[:limit]) or "no tensor"
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -44,6 +44,7 @@ class ModelDescription:
             tensors may show one then.
         multimodal: Class of the multimodal model of which this is the text part; None for a text model.
         eagle: The EAGLE-3 head of `decoder.eagle`, described as a model of one layer; None if there is none.
+        gemma4_head: The head of `decoder.gemma4_head`, described as a model; None if there is none.
     """
 
     folder: Path
@@ -52,6 +53,7 @@ class ModelDescription:
     quantization: Quantization | None = None
     multimodal: Multimodal | None = None
     eagle: ModelDescription | None = None
+    gemma4_head: ModelDescription | None = None
 
 
 def check_draft_head(model: ModelDescription) -> None:

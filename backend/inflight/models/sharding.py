@@ -138,6 +138,8 @@ class Shard:
             ),
             recurrent=decoder.recurrent and decoder.recurrent.divided(self.size),
             eagle=decoder.eagle and replace(decoder.eagle, layer=self.part_of(decoder.eagle.layer)),
+            gemma4_head=decoder.gemma4_head
+            and replace(decoder.gemma4_head, layers=self.part_of(decoder.gemma4_head.layers)),
         )
 
     def query_rows(self, decoder: DecoderConfig) -> Range:
@@ -206,11 +208,17 @@ class Part:
         """Return a rank's part of a model; raise ConfigError if the model cannot be divided by this mapping."""
         shard = Shard(mapping.tp_size, mapping.tp_rank, mapping.moe_ep_size)
         shard.check(decoder)
-        if decoder.eagle is not None:
+        of_folder = {
+            "EAGLE-3": decoder.eagle and decoder.eagle.layer,
+            "draft": decoder.gemma4_head and decoder.gemma4_head.layers,
+        }
+        for kind, head in of_folder.items():
+            if head is None:
+                continue
             try:
-                Shard(mapping.tp_size, mapping.tp_rank).check(decoder.eagle.layer)
+                Shard(mapping.tp_size, mapping.tp_rank).check(head)
             except ConfigError as error:
-                raise ConfigError(f"the EAGLE-3 head: {error}") from None
+                raise ConfigError(f"the {kind} head: {error}") from None
         if mapping.pp_size > 1 and decoder.drafts:
             method = "mtp" if decoder.eagle is None else "eagle3"
             raise ConfigError(

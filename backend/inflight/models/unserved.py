@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from inflight.checkpoint_config import CheckpointFacts, ConfigFile
+from inflight.checkpoint_config import GEMMA4_HEADS, CheckpointFacts, ConfigFile
 from inflight.errors import ConfigError
 
 _INDEXER = "sparse attention by an indexer"
@@ -16,7 +16,9 @@ _STREAMS = f"{_INDEXER} and hyper-connections"
 _BLOCKS = "block-sparse attention by an indexer"
 _MAMBA1 = "Mamba-1 layers"
 _RELATIVE = "learned scores of relative positions"
-_DRAFTS = "the keys and values of the model for which it drafts tokens"
+_DRAFTS = (
+    "the keys and values of the model for which it drafts tokens (take it as --draft-model beside that model)"
+)
 _PICTURES = "pictures among its tokens"
 _SOUND = "several streams of sound tokens"
 
@@ -31,8 +33,7 @@ UNSERVED: Mapping[str, str] = {
     "emu3": _PICTURES,
     "falcon_mamba": _MAMBA1,
     "fuyu": _PICTURES,
-    "gemma4_assistant": _DRAFTS,
-    "gemma4_unified_assistant": _DRAFTS,
+    **dict.fromkeys(GEMMA4_HEADS, _DRAFTS),
     "glm5_next": _STREAMS,
     "glm_moe_dsa": _INDEXER,
     "hy_v4": _STREAMS,

@@ -17,6 +17,7 @@ from typing import Protocol, TextIO, cast
 from inflight.engine_folder import is_engine_folder
 from inflight.log_lines import ACCESS_LOG_VARIABLE, asks_for_json, open_log
 from inflight.openai.options import API_KEYS_VARIABLE, OpenAiOptions, read_arguments
+from inflight.parameter_reader import mode_of_head
 from inflight.parameter_spec import Speculation
 from inflight.processes import raise_descriptor_limit
 from inflight.progress import BAR_VARIABLE, ProgressEcho
@@ -173,18 +174,18 @@ def _check_engine(given: argparse.Namespace) -> None:
 
 
 def _check_drafts(given: argparse.Namespace) -> None:
-    """Make --draft-model imply --speculate eagle3. Raises OptionError if they contradict each other."""
+    """Make --draft-model imply --speculate. Raises OptionError if they contradict each other."""
     folder = given.draft_model
     if folder is not None and given.speculate is None:
-        given.speculate = Speculation.EAGLE3
+        given.speculate = mode_of_head(folder)
     speculation = None if given.speculate is None else Speculation.parse(given.speculate)
-    is_eagle = speculation is not None and speculation.method == Speculation.EAGLE3
-    if folder is None and is_eagle:
+    method = None if speculation is None else speculation.method
+    if folder is None and method == Speculation.EAGLE3:
         raise OptionError(
             f"--speculate {given.speculate} needs --draft-model with the folder of an EAGLE-3 head"
         )
-    if folder is not None and not is_eagle:
-        raise OptionError(f"--draft-model {folder} is for --speculate eagle3, not {given.speculate}")
+    if folder is not None and method != (expected := mode_of_head(folder).partition(":")[0]):
+        raise OptionError(f"--draft-model {folder} is for --speculate {expected}, not {given.speculate}")
 
 
 def serve(options: ServerOptions) -> int:

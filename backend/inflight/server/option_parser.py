@@ -83,14 +83,16 @@ def _add_draft_options(parser: argparse.ArgumentParser) -> None:
         metavar="METHOD[:K]",
         type=value_of(SPECULATION),
         help="draft up to K tokens of each sequence: prompt-lookup, from its own tokens; suffix, also from recent "
-        "answers; mtp, by the checkpoint's draft head; eagle3, by the head of --draft-model; none, only if a "
+        "answers; mtp, by the checkpoint's draft head or that of --draft-model; eagle3, by the head of "
+        "--draft-model; none, only if a "
         "request asks for it (default: none; K: 8, for mtp 1, for eagle3 3)",
     )
     add(
         "--draft-model",
         metavar="DIR",
         type=Path,
-        help="folder of an EAGLE-3 head for the model, which drafts tokens; implies --speculate eagle3",
+        help="folder of an EAGLE-3 head, or of Gemma 4's draft head, for the model, which drafts tokens; implies "
+        "--speculate eagle3 or mtp:3",
     )
 
 

@@ -136,7 +136,7 @@ DIFFERENT: Mapping[str, str] = {
     "--guided-decoding-backend": "take --set guided_decoding_backend=llguidance or xgrammar",
     "--structured-outputs-config": "take --set guided_decoding_backend=llguidance or xgrammar",
     "--speculative-config": "take --speculate suffix:K, prompt-lookup:K for the method ngram, or mtp:K, or "
-    "--draft-model DIR for the method eagle3; docs/speculation.md describes draft models",
+    "--draft-model DIR for the method eagle3 and for Gemma 4's heads; docs/speculation.md describes draft models",
     "--temperature": "set temperature in each request",
     "--top-k": "set top_k in each request",
     "--top-p": "set top_p in each request",

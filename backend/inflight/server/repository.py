@@ -74,7 +74,7 @@ class Wanted:
         engine_dir: Folder of TensorRT plans.
         weights: Place where compiled layers store their weights: "memory" or "mmap".
         speculate: How the server drafts tokens, as `speculative_decoding_mode`.
-        draft_model: Folder of an EAGLE-3 head.
+        draft_model: Folder of an EAGLE-3 head or of Gemma 4's draft head.
         kv_cache_dir: Folder in which KV blocks are saved.
         kv_cache_disk_bytes: Maximum size of the files in this folder.
         kv_events_config: How KV cache events are published, a JSON object.

@@ -241,10 +241,17 @@ _DRAFTS = (
         (),
         "accept a draft token if p_target / p_draft is at least this",
     ),
-    TensorSpec("lookahead_window_size", "INT32", (1,), "parameter of lookahead decoding", neutral=_ZERO),
-    TensorSpec("lookahead_ngram_size", "INT32", (1,), "parameter of lookahead decoding", neutral=_ZERO),
-    TensorSpec(
-        "lookahead_verification_set_size", "INT32", (1,), "parameter of lookahead decoding", neutral=_ZERO
+    *(
+        TensorSpec(
+            f"lookahead_{size}",
+            "INT32",
+            (1,),
+            "parameter of lookahead decoding",
+            neutral=_ZERO,
+            reason="prompt_lookup_num_tokens, or for all requests --speculate (speculative_decoding_mode), drafts "
+            "from earlier tokens instead",
+        )
+        for size in ("window_size", "ngram_size", "verification_set_size")
     ),
     _both(
         "prompt_lookup_num_tokens",

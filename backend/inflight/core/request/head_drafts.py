@@ -1,4 +1,4 @@
-"""Drafts by a draft head, the checkpoint's own or an EAGLE-3 head, which the device computes."""
+"""Drafts by a draft head, the checkpoint's own or one with a folder of its own, which the device computes."""
 
 from __future__ import annotations
 

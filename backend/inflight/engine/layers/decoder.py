@@ -444,7 +444,8 @@ class Decoder:
             if self._held.kv_layers:
                 own[place] = keys, values
         else:
-            queries, (keys, values) = self._queries_alone(x, rotation, index, layer), own[place]
+            queries = self._queries_alone(x, rotation, index, layer)
+            keys, values = cache.tokens(place) if self._held.read_kv else own[place]
         if query_factors is not None and self._held.has_temperature(index):
             queries = (queries * query_factors[:, None, None]).to(queries.dtype)
         read = attend(queries, keys, values, place, sinks=layer.sinks)
@@ -630,6 +631,8 @@ def _can_have_fixed_shapes(config: DecoderConfig) -> bool:
 def _places(held: DecoderConfig) -> list[int]:
     """Return each layer's index among the layers with keys and values of their own; a layer that reads another
     layer's keys and values gets the other layer's index."""
+    if held.read_kv:
+        return list(held.read_kv)
     places: list[int] = []
     count = 0
     for layer in range(held.num_layers):

@@ -3,8 +3,9 @@
 A head has one decoder layer. For the token at position p it reads the token's embedding and a hidden state of
 the model at p - 1, and guesses the token at p + 1. The layer attends to the same pairs of embedding and hidden
 state at all positions from 1 to p. An MTP head reads the model's output after the final norm, and shares embedding
-and output projection with the model; `eagle_head.py` has the other kind of head. Beside compiled layers the
-head's layer and projections are compiled too.
+and output projection with the model; `eagle_head.py` and `gemma4_head.py` have the other kinds of heads, of which
+the latter has several layers without keys and values. Beside compiled layers the layer and projections of MTP and
+EAGLE-3 heads are compiled too.
 
 The layer's keys and values are one more layer of the KV cache, and the hidden states are stored there too: blocks
 that are shared, copied or saved have all that the head needs. Forward passes store both for their rows, by `fill`.
@@ -59,15 +60,19 @@ class DraftHead(ABC):
 
     Args:
         model: The decoder of the model.
-        layer: The decoder of the head's layer, whose only window is `head_window`.
+        layer: The decoder of the head's layer, whose only window is `head_window`, or of its layers that read the
+            model's keys and values.
         cache: The KV cache of a model with a draft head.
 
     Attributes:
         read_layers: Numbers of the model's layers after which the head reads hidden states; none if it reads only
             the output.
+        advances: Whether the head reads its own guesses at the positions that they would have. Otherwise it reads
+            them at the position of the last known token.
     """
 
     read_layers: frozenset[int] = frozenset()
+    advances = True
 
     def __init__(self, model: DraftedModel, layer: DraftLayer, cache: KvCache) -> None:
         self._model, self._layer = model, layer
@@ -75,7 +80,7 @@ class DraftHead(ABC):
         self._is_compiled = layer.kernels == "native"  # with threads of its own
 
     def clear(self, block_ids: Tensor) -> None:
-        """Zero the head's keys, values and hidden states of blocks [n] that a sequence is about to use.
+        """Zero the head's own keys and values, and hidden states, of blocks [n] that a sequence is about to use.
 
         What the head does not read stays zero, and attention of torch's operators needs zeros (`KvCache.clear`).
         """
@@ -106,6 +111,10 @@ class DraftHead(ABC):
             packed, hidden = _take(packed, is_read, slots), hidden[is_read]
             between = {number: states[is_read] for number, states in between.items()}
         self._hidden.index_copy_(0, cache_places(packed, self._size), self._stored(hidden, between))
+        self._fill_layer(packed)
+
+    def _fill_layer(self, packed: PackedBatch) -> None:
+        """Store the rows' keys and values in the head's own layer; their hidden states are stored."""
         packed = replace(self._of_layer(packed), adapters=None)  # adapters do not change the head
         self._layer.fill(packed, self._cache, self._read(packed, self._before(packed)))
 
@@ -134,6 +143,10 @@ class DraftHead(ABC):
     def _token_ids(self, guesses: Tensor) -> Tensor:
         """Return the model's tokens for indices of the head's logits, [rows]."""
         return guesses
+
+    def _choose(self, output: Tensor) -> Tensor:
+        """Return the likeliest next tokens [rows], given the layer's output."""
+        return self._token_ids(likeliest(self._logits(output)))
 
     def _of_layer(self, packed: PackedBatch) -> PackedBatch:
         """Return the rows as the head's layer rotates them."""
@@ -174,13 +187,13 @@ class DraftHead(ABC):
             if len(kept) < len(tokens):
                 index = upload(np.array(kept), device)
                 tokens, hidden = tokens[index], None if hidden is None else hidden[index]
-            positions = np.array([wanted[row].position + step for row in rows])
+            positions = np.array([wanted[row].position + step * self.advances for row in rows])
             packed = self._of_layer(
                 _pack(tokens, [wanted[row].slot for row in rows], positions, slots, rotary)
             )
             output = self._forward(packed, self._before(packed) if hidden is None else hidden)
             hidden = self._next(output)
-            tokens = self._token_ids(_likeliest(self._logits(output)))
+            tokens = self._choose(output)
             guessed.append(tokens)
         flat = iter(as_array(torch.cat(guessed).cpu()).tolist())
         found = {each.slot: list[int]() for each in wanted}
@@ -319,7 +332,7 @@ def _take(packed: PackedBatch, is_taken: Tensor, slots: Sequence[int]) -> Packed
     )
 
 
-def _likeliest(logits: Tensor) -> Tensor:
+def likeliest(logits: Tensor) -> Tensor:
     """Return the index of the largest logit of each row."""
     if logits.device.type != "cpu":
         return logits.argmax(dim=-1)
