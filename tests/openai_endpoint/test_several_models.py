@@ -154,6 +154,48 @@ def test_an_adapter_names_its_models_engine(
         running.close(0.0)
 
 
+def test_adapters_of_each_model_are_loaded_and_unloaded(
+    second: Path, socket: Path, adapter: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(adapter, tmp_path / "first" / "sql")
+    shutil.copytree(adapter, tmp_path / "other" / "law")
+    running = start(second, socket, lora_dir=str(tmp_path / "other"), enable_adapter_commands="true")
+    other = SocketEngineClient(str(socket))
+
+    def send(route: str, name: str, **body: Any) -> str:
+        """Send a command; return the error, or "" if it succeeds."""
+        body = {"lora_name": name, **body}
+        answer = httpx.post(f"{url}/v1/{route}_lora_adapter", json=body, timeout=PATIENCE_S)
+        return "" if answer.is_success else f"{answer.status_code} {answer.json()['error']['message']}"
+
+    try:
+        with (
+            demo_engine(lora_dir=str(tmp_path / "first"), enable_adapter_commands="true") as engine,
+            served(engine, others=(other,)) as url,
+            connect(url) as client,
+        ):
+            of_second = text(client, "law")
+            assert "which another model of this server has" in send(
+                "load", "sql", lora_path="law", model="second"
+            )
+            assert not send("load", "new", lora_path="law", model="second")
+            assert names(client) == ["demo", "sql", "second", "law", "new"]
+            assert text(client, "new") == of_second != text(client, "second")
+            assert "already loaded" in send("load", "new", lora_path="law")  # the model that has it is meant
+            assert not send("load", "new", lora_path="law", load_inplace=True)
+            assert "which is the model itself" in send("load", "second", lora_path="law")
+            assert send("load", "more", lora_path="law", model="third").startswith("404 ")
+            assert send("unload", "more").startswith("404 ")
+            assert not send("unload", "new")
+            assert names(client) == ["demo", "sql", "second", "law"]
+            assert not send("load", "new", lora_path="sql")  # without a name the first model is meant
+            assert names(client) == ["demo", "new", "sql", "second", "law"]
+            assert text(client, "new") == text(client, "sql") != of_second
+    finally:
+        other.close()
+        running.close(0.0)
+
+
 def test_requests_of_a_batch_choose_their_models(second: Path, socket: Path, tmp_path: Path) -> None:
     running, other = start(second, socket), SocketEngineClient(str(socket))
     body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
