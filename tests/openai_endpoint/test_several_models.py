@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,45 @@ def test_each_model_is_listed_and_answers(url: str, second: Path, socket: Path) 
                 text(client, "third")
             counted = httpx.post(f"{url}/tokenize", json={"model": "second", "prompt": PROMPT}).json()
             assert counted["count"] > 0
+    finally:
+        running.close(0.0)
+
+
+TOLD: dict[str, Callable[[Any], Any]] = {
+    "chat/completions": lambda told: (told["usage"], told["choices"][0]["message"]["content"]),
+    "responses": lambda told: (told["usage"], told["output"][0]["content"][0]["text"]),
+    "messages": lambda told: (told["usage"], told["content"][0]["text"]),
+    "chat/completions/render": lambda told: told["token_ids"],
+}
+"""What an answer of each route says about its prompt and text."""
+
+
+@pytest.mark.parametrize("route", TOLD)
+def test_chats_are_rendered_by_their_models_template(
+    route: str, second: Path, socket: Path, url: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "other"
+    shutil.copytree(second, folder)
+    template = "{% for each in messages %}Q: {{ each.content }}\nA:{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    turns = [{"role": "user", "content": "What is a lock?"}]
+    asked: dict[str, Any] = {"max_tokens": 12, "messages": turns}
+    if route == "responses":
+        asked = {"max_output_tokens": 12, "input": turns}
+
+    def answer(url: str) -> Any:
+        body = {"model": "other", "temperature": 0, **asked}
+        found = httpx.post(f"{url}/v1/{route}", json=body, timeout=PATIENCE_S)
+        assert found.is_success, found.text
+        return TOLD[route](found.json())
+
+    running = start(folder, socket)
+    try:
+        with (
+            demo_engine(gpt_model_path=str(folder)) as engine,
+            served(engine, served_model_names=("other",)) as alone,
+        ):
+            assert answer(url) == answer(alone)
     finally:
         running.close(0.0)
 

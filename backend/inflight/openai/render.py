@@ -44,7 +44,9 @@ async def render_chat(body: Annotated[ChatBody, body_as(ChatBody)], request: Req
             "messages",
             "messages have pictures, which token ids alone cannot express: send them to /v1/chat/completions",
         )
-    _, prepared = await prepare_chat(request, body, adapter, context.model.options.default_max_tokens)
+    _, prepared = await prepare_chat(
+        context, request, body, adapter, context.model.options.default_max_tokens
+    )
     return await context.session.compute(lambda: JsonAnswer(_rendered(prepared, 0, "chatcmpl")))
 
 
