@@ -102,7 +102,7 @@ TOLD: dict[str, Callable[[Any], Any]] = {
     "messages": lambda told: (told["usage"], told["content"][0]["text"]),
     "chat/completions/render": lambda told: told["token_ids"],
 }
-"""What an answer of each route says about its prompt and text."""
+"""The parts of each route's answer that its prompt and text determine."""
 
 
 @pytest.mark.parametrize("route", TOLD)

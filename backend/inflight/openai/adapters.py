@@ -31,8 +31,8 @@ class LoadAdapterBody(Body):
         lora_name: The adapter's name in the field `model` of requests.
         lora_path: The adapter's folder, below the server's `lora_dir`.
         load_inplace: Whether to replace an adapter that is loaded already.
-        model: Which of several models the adapter is for; None: the model that has an adapter of this name, or
-            else the first one.
+        model: The one of several models that the adapter is for; None: the model that has an adapter of this
+            name, or else the first one.
     """
 
     not_served: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {

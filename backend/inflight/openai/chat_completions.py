@@ -36,7 +36,7 @@ async def create_chat_completion(body: Annotated[ChatBody, body_as(ChatBody)], r
     default = context.model.options.default_max_tokens
     prompt, prepared = await prepare_chat(context, request, body, adapter, default)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    writer = _ChatWriter(body, prepared, prompt, Envelope.of("chatcmpl", kind, prepared, request))
+    writer = ChatWriter(body, prepared, prompt, Envelope.of("chatcmpl", kind, prepared, request))
     if body.stream:
         return await answer_stream(context, request, prepared, writer.events)
     pieces = await answer_whole(context, request, prepared)
@@ -171,7 +171,7 @@ class ReasoningUsage:
         self._usage.reasoning_tokens = self._count
 
 
-class _ChatWriter:
+class ChatWriter:
     """Writes one chat answer, whole or as a stream of chunks."""
 
     def __init__(
