@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from inflight.config import Speculation
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.sleep import SleepAction
 from tests.block_store.test_served import NUM_BLOCKS, PROMPT, TIMEOUT_S, Served, served
+from tests.models.draft_heads import make_drafting_model
 from tests.models.zoo import Zoo, make_model
 from tests.tiers import with_all
 
@@ -80,6 +82,30 @@ def test_a_kept_cache_is_used_again(zoo: Zoo, case: str, kernels: str, kv_cache_
     awake = conversation(sleeps=False)
     assert awake[1][1] > awake[0][1], "the second prompt is found in the cache"
     assert conversation(sleeps=True) == awake
+
+
+@pytest.mark.parametrize("case", with_all(["deepseek-v3", "qwen3.5"], ["qwen3.5"]))
+def test_what_a_draft_head_has_cached_is_kept(tmp_path: Path, case: str) -> None:
+    """As many guesses are right behind a kept prompt as without the sleep."""
+    model = make_drafting_model(tmp_path / "model", case, agrees=True)
+    prompt = tuple(model.prompt(70))
+    fields: dict[str, Any] = {
+        "engine": {"tokens_per_block": 16, "max_num_sequences": 4, "has_draft_head": True},
+        "scheduler": {"speculative_decoding_mode": Speculation(Speculation.MTP, 2)},
+    }
+
+    def found(sleeps: bool) -> list[Any]:
+        with served(None, model.folder, enable_sleep_mode=True, **fields) as engine:
+            first = engine.tokens(prompt)
+            if sleeps:
+                engine.engine.client.sleep(SleepAction.SLEEP, TIMEOUT_S, only_weights=True)
+                engine.engine.client.sleep(SleepAction.WAKE_UP, TIMEOUT_S)
+            second, metrics = engine.tokens((*prompt, *first[0])), engine.engine._manager._scheduler.metrics()
+            return [first, second, reused_and_taken(engine), metrics.num_accepted_draft_tokens]
+
+    awake = found(sleeps=False)
+    assert awake[-1] > 0 and awake[-2][0] > 0
+    assert found(sleeps=True) == awake
 
 
 def test_a_kept_cache_that_is_given_back_later_is_empty(zoo: Zoo) -> None:
