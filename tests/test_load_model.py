@@ -70,7 +70,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> list[LogitsPostProcessors]:
     loaded: list[LogitsPostProcessors] = []
 
     def load(
-        config: EngineConfig, processors: LogitsPostProcessors, make_grammars: object
+        config: EngineConfig, processors: LogitsPostProcessors, make_grammars: object, kept: object
     ) -> SimpleNamespace:
         loaded.append(processors)
         return SimpleNamespace(

@@ -30,6 +30,7 @@ from inflight.load_model import load_model
 if TYPE_CHECKING:
     from inflight.adapters.commands import AdapterCommands
     from inflight.batch_manager import GptManager
+    from inflight.block_store import BlockMemory
     from inflight.config import Parameters
     from inflight.core.ports import (
         GetInferenceRequestsCallback,
@@ -250,8 +251,10 @@ def start_engine(
         adapters,
         receipts,
         None if rank_context else lambda same: _load_checked(load, same, version_dir, None),
+        lambda memory: store.use_memory(memory) if store is not None else None,
     )
     guides = make_guide_compiler(parameters, model, lambda: manager.notify())
+    store = make_block_store(parameters, model, lambda: manager.notify())
     manager = GptManager(
         model.engine,
         scheduler,
@@ -265,7 +268,7 @@ def start_engine(
         wait_until_sent=_wait_until_sent(client, limits.takes_all_processors, rank_context),
         guides=guides,
         adapters=None if adapters is None else adapters.cache,
-        block_store=make_block_store(parameters, model, lambda: manager.notify()),
+        block_store=store,
     )
     release = _release_once(model, rank_context)
     return RunningEngine(client, manager, release, guides, adapters, receipts, model.debug_tensors)
@@ -278,6 +281,7 @@ def _local_client(
     adapters: AdapterCommands | None,
     receipts: EngineReceipts | None,
     load_again: Callable[[Parameters], LoadedModel] | None,
+    use_blocks: Callable[[BlockMemory | None], None],
 ) -> LocalEngineClient:
     """Return the client by which front ends in this process use the engine.
 
@@ -287,6 +291,7 @@ def _local_client(
         manager: Returns the loop's manager, which is made after the client, and before the client is used.
         adapters, receipts: The engine's parts, if it has them.
         load_again: Loads the model when a sleeping engine wakes up; None: the engine cannot sleep.
+        use_blocks: Gives the block store another KV cache, or none.
     """
     from inflight.endpoint.local import LocalEngineClient
 
@@ -294,8 +299,9 @@ def _local_client(
         parameters,
         model,
         load_again,
-        lambda: manager().close_engine(),
+        lambda keeps_cache: manager().close_engine(keeps_cache),
         lambda engine: manager().replace_engine(engine),
+        use_blocks,
     )
     return LocalEngineClient(
         describe(parameters, model),

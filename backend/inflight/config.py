@@ -670,7 +670,8 @@ class Parameters:
     enable_sleep_mode: bool = parameter(
         False,
         BOOLEAN,
-        "let clients make the engine give back the memory of weights and KV cache, and load them again",
+        "let clients make the engine give back the memory of its weights, and of its KV cache or not, and load "
+        "the model again",
     )
     lora_weights_data_type: str = parameter(
         "TYPE_FP16",

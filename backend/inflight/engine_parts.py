@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from inflight.batch_manager.instruments import Instruments
     from inflight.batch_manager.kv_event_publisher import KvEventPublisher
     from inflight.batch_manager.watchdog import Watchdog
-    from inflight.block_store import HostBlockStore
+    from inflight.block_store import BlockMemory, HostBlockStore
     from inflight.config import Parameters, SchedulingConfig
     from inflight.core.ports import Engine, ReturnMetricsCallback
     from inflight.core.request.engine_description import EngineDescription
@@ -200,8 +200,9 @@ def make_model_memory(
     parameters: Parameters,
     model: LoadedModel,
     load: Callable[[Parameters], LoadedModel] | None,
-    close_engine: Callable[[], None],
+    close_engine: Callable[[bool], None],
     replace_engine: Callable[[Engine], None],
+    use_blocks: Callable[[BlockMemory | None], None],
 ) -> ReloadedModel | None:
     """Return what gives back the model's memory and loads it again; None if the engine may not sleep.
 
@@ -211,14 +212,12 @@ def make_model_memory(
         parameters: The parameters from config.pbtxt.
         model: The loaded model.
         load: Loads the model with other parameters; None with several ranks.
-        close_engine: Closes the loop's engine.
-        replace_engine: Gives the loop another engine.
+        close_engine, replace_engine, use_blocks: See `ReloadedModel`.
     """
     if not parameters.enable_sleep_mode:
         return None
     for hindrance, holds in (
         ("several ranks", load is None),
-        ("saved KV blocks (kv_cache_dir, kv_cache_host_memory_bytes)", saves_blocks(parameters, model)),
         ("debug tensors", model.debug_tensors is not None),
     ):
         if holds:
@@ -231,10 +230,13 @@ def make_model_memory(
     limits = model.engine.limits
     return ReloadedModel(
         limits,
+        model.code,
         ModelFiles(model_folders(parameters, native(model.model_path))),
         close_engine,
         replace_engine,
+        use_blocks,
         lambda: load(with_same_blocks(parameters, limits)),
+        model.keep_cache,
     )
 
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from inflight.core.ports import Engine
     from inflight.engine.collectives import Collectives
     from inflight.engine.debug_tensors import DebugTensors
+    from inflight.engine.load_options import KeptCache
     from inflight.engine.runner import ModelRunner
     from inflight.guided.grammars import Grammars
     from inflight.guided.vocabulary import GuideVocabulary
@@ -81,6 +82,8 @@ class LoadedModel:
         grammars: The grammars of guides, on rank 0 and on the rank that samples; None without a tokenizer.
         code: The code that computes the layers.
         block_memory: The blocks of the KV cache as bytes; None if they cannot be read and written.
+        keep_cache: Function that takes the KV cache from the engine before this is closed, and returns a function
+            that loads the same model with this cache; None: the engine's cache cannot be kept.
     """
 
     engine: Engine
@@ -92,6 +95,7 @@ class LoadedModel:
     grammars: Grammars | None = None
     code: LayerCode = field(default_factory=LayerCode)
     block_memory: BlockMemory | None = None
+    keep_cache: Callable[[], Callable[[], LoadedModel]] | None = None
 
 
 MakeGrammars = Callable[[int], "Grammars | None"]
@@ -290,8 +294,11 @@ def _load_whole(
     gpu_device_ids: tuple[int, ...],
     processors: LogitsPostProcessors,
     make_grammars: MakeGrammars,
+    kept: KeptCache | None = None,
 ) -> LoadedModel:
+    from inflight.engine.kv_cache import KvCache
     from inflight.engine.load import load_engine
+    from inflight.engine.load_options import KeptCache
 
     if gpu_device_ids:
         import torch
@@ -300,16 +307,24 @@ def _load_whole(
 
         device = Placement.of(0, [this_host()]).device(torch.cuda.device_count(), gpu_device_ids)
         config = replace(config, device=device)
-    engine = load_engine(config, processors, make_grammars)
+    engine = load_engine(config, processors, make_grammars, kept)
+    runner = engine.runner
+
+    def keep_cache() -> Callable[[], LoadedModel]:
+        assert isinstance(runner.cache, KvCache), "checked below"
+        taken = KeptCache(runner.cache, runner.limits.num_adapter_pages)
+        return lambda: _load_whole(config, path, (), processors, make_grammars, taken)
+
     return LoadedModel(
         engine,
         path,
         config.dtype or engine.dtype,
         engine.eos_token_ids,
-        debug_tensors=engine.runner.debug_tensors,
+        debug_tensors=runner.debug_tensors,
         grammars=make_grammars(engine.limits.vocab_size),
-        code=_code_of(engine.runner),
-        block_memory=engine.runner.cache.as_bytes(),
+        code=_code_of(runner),
+        block_memory=runner.cache.as_bytes(),
+        keep_cache=keep_cache if isinstance(runner.cache, KvCache) else None,
     )
 
 

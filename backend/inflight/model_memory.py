@@ -13,34 +13,56 @@ from inflight.errors import ConfigError, Unavailable
 from inflight.serving.memory import return_free_memory
 
 if TYPE_CHECKING:
+    from inflight.block_store import BlockMemory
     from inflight.config import Parameters
     from inflight.core.ports import Engine
     from inflight.core.schedule.batch import EngineLimits
-    from inflight.load_model import LoadedModel
+    from inflight.load_model import LayerCode, LoadedModel
     from inflight.receipts.model_files import ModelFiles
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReloadedModel:
     """Implements `inflight.core.ports.ModelMemory`: the checkpoint's files are the copy of the weights.
 
     Attributes:
         limits: The engine's limits, which hold for the model that is loaded again, too.
+        code: The code that computes the layers, which has to stay the same, too.
         files: The model's files, as they were when the model was loaded.
-        close_engine: Closes the loop's engine between two iterations.
+        close_engine: Closes the loop's engine between two iterations. The argument says whether to remember what
+            its KV cache contains.
         replace_engine: Gives the loop another engine.
+        use_blocks: Gives the block store the KV cache of the model, or None while there is none.
         load_again: Loads the model.
+        keep_cache: As in `LoadedModel`, for the model that is loaded now.
     """
 
     limits: EngineLimits
+    code: LayerCode
     files: ModelFiles
-    close_engine: Callable[[], None]
+    close_engine: Callable[[bool], None]
     replace_engine: Callable[[Engine], None]
+    use_blocks: Callable[[BlockMemory | None], None]
     load_again: Callable[[], LoadedModel]
+    keep_cache: Callable[[], Callable[[], LoadedModel]] | None
+    _load_with_cache: Callable[[], LoadedModel] | None = None
 
-    def release(self) -> None:
-        """Close the engine, and return its memory to the device and the system. No request may be active."""
-        self.close_engine()
+    @property
+    def can_keep_cache(self) -> bool:
+        """Whether `release` can keep the KV cache."""
+        return self.keep_cache is not None
+
+    def release(self, keeps_cache: bool = False) -> None:
+        """Close the engine, and return its memory to the device and the system. No request may be active.
+
+        Args:
+            keeps_cache: Whether to keep the KV cache for `load`, only if `can_keep_cache`. A later call without it
+                returns the memory of a cache that was kept.
+        """
+        load_with_cache = self.keep_cache() if keeps_cache and self.keep_cache is not None else None
+        self.close_engine(keeps_cache)
+        self.use_blocks(None)
+        self._load_with_cache = load_with_cache
         _return_memory()
 
     def load(self) -> None:
@@ -62,7 +84,11 @@ class ReloadedModel:
             raise
 
     def _load(self) -> None:
-        engine = self.load_again().engine
+        model = (self._load_with_cache or self.load_again)()
+        engine = model.engine
+        if model.code != self.code:
+            engine.close()
+            raise ConfigError(f"the layers would be computed by {model.code}, and were by {self.code}")
         if not _fits(self.limits, engine.limits):
             engine.close()
             raise ConfigError(
@@ -75,6 +101,8 @@ class ReloadedModel:
         except Unavailable:  # the loop has ended meanwhile
             engine.close()
             raise
+        self.use_blocks(model.block_memory)
+        self.keep_cache, self._load_with_cache = model.keep_cache, None
 
 
 def _return_memory() -> None:

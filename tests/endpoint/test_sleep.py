@@ -15,7 +15,7 @@ from inflight.endpoint.server import EndpointServer
 from inflight.errors import ConfigError, Unavailable, Unsupported
 from tests.endpoint.factories import DESCRIPTION, PATIENCE_S, Inbox, delta, make_request
 
-SLEEP, WAKE_UP, ASK = SleepAction.SLEEP, SleepAction.WAKE_UP, SleepAction.ASK
+SLEEP, ABORT, WAKE_UP, ASK = SleepAction.SLEEP, SleepAction.ABORT, SleepAction.WAKE_UP, SleepAction.ASK
 
 
 @dataclass
@@ -24,9 +24,10 @@ class FakeMemory:
 
     calls: list[str] = field(default_factory=list)
     problem: str = ""
+    can_keep_cache: bool = True
 
-    def release(self) -> None:
-        self.calls.append("release")
+    def release(self, keeps_cache: bool = False) -> None:
+        self.calls.append("release weights" if keeps_cache else "release")
 
     def load(self) -> None:
         if self.problem:
@@ -82,6 +83,39 @@ def test_an_engine_sleeps_and_wakes(
     assert client.describe() == DESCRIPTION
     assert not client.sleep(WAKE_UP, PATIENCE_S)
     assert memory.calls == ["release", "load"]
+
+
+def test_an_engine_may_keep_its_kv_cache(
+    client: LocalEngineClient | SocketEngineClient, memory: FakeMemory
+) -> None:
+    assert client.sleep(SLEEP, PATIENCE_S, only_weights=True)
+    assert client.sleep(ABORT, PATIENCE_S, only_weights=True)  # it sleeps already
+    assert not client.sleep(WAKE_UP, PATIENCE_S, only_weights=True)
+    assert client.sleep(ABORT, PATIENCE_S, only_weights=True)
+    assert not client.sleep(WAKE_UP, PATIENCE_S)
+    assert memory.calls == ["release weights", "load"] * 2
+
+
+def test_a_kept_kv_cache_may_be_given_back_later(
+    client: LocalEngineClient | SocketEngineClient, memory: FakeMemory
+) -> None:
+    client.sleep(SLEEP, PATIENCE_S, only_weights=True)
+    assert client.sleep(SLEEP, PATIENCE_S) and client.sleep(SLEEP, PATIENCE_S)
+    assert client.sleep(SLEEP, PATIENCE_S, only_weights=True)
+    assert memory.calls == ["release weights", "release"]
+    with pytest.raises(Unsupported, match="the KV cache was given back too"):
+        client.sleep(WAKE_UP, PATIENCE_S, only_weights=True)
+    assert client.sleep(ASK, PATIENCE_S)
+    assert not client.sleep(WAKE_UP, PATIENCE_S)
+
+
+def test_an_engine_that_cannot_keep_its_kv_cache_stays_awake(
+    client: LocalEngineClient | SocketEngineClient, memory: FakeMemory
+) -> None:
+    memory.can_keep_cache = False
+    with pytest.raises(Unsupported, match="this engine cannot keep its KV cache in sleep"):
+        client.sleep(ABORT, PATIENCE_S, only_weights=True)
+    assert not client.sleep(ASK, PATIENCE_S) and not memory.calls
 
 
 def test_an_engine_that_cannot_load_its_model_stays_asleep(

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -67,19 +67,14 @@ def application(programs: Path, folder: Path) -> Iterator[str]:
 
 def servers() -> list[psutil.Process]:
     """Return the servers of this checkout's environment that replicas of Ray have started."""
-    return [
-        process
-        for process in psutil.process_iter()
-        if {sys.executable, "--no-triton"} <= set(_command(process))
-        and "ray::" in " ".join(_command(process.parent()))
-    ]
-
-
-def _command(process: psutil.Process | None) -> list[str]:
-    try:
-        return process.cmdline() if process is not None else []
-    except psutil.Error:
-        return []
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it may end at any time
+            is_server = {sys.executable, "--no-triton"} <= set(process.cmdline())
+            parent = process.parent() if is_server else None
+            if parent is not None and "ray::" in " ".join(parent.cmdline()):
+                found.append(process)
+    return found
 
 
 def wait_for(
@@ -115,5 +110,5 @@ def test_replicas_answer_and_are_replaced(tmp_path: Path) -> None:
                 assert client.completions.create(**ANSWER).choices[0].text == whole
             wait_for(url, 2, other_than=(first,))
             assert client.completions.create(**ANSWER).choices[0].text == whole
-    psutil.wait_procs(servers(), PATIENCE_S)
-    assert not servers() and not second.is_running()
+    _, still_running = psutil.wait_procs([*servers(), second], PATIENCE_S)
+    assert not still_running and not servers()

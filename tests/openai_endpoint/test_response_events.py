@@ -221,6 +221,33 @@ def test_items_of_channels_are_in_the_order_of_the_text() -> None:
         ]
 
 
+@pytest.mark.parametrize(
+    ("second", "texts"),
+    [
+        ("final<|message|>", ["I check. It is done."]),
+        (
+            "commentary to=functions.f<|message|>{}<|call|><|start|>assistant<|channel|>final<|message|>",
+            ["I check.", " It is done."],
+        ),
+    ],
+)
+def test_log_probs_of_messages_in_channels_are_those_of_their_tokens(second: str, texts: list[str]) -> None:
+    """The line ends between two messages are no tokens, and the headers are no text."""
+    answer = (
+        "<|channel|>commentary<|message|>I check.<|end|>"
+        f"<|start|>assistant<|channel|>{second} It is done.<|end|>"
+    )
+    ids = TOKENIZER.encode(answer, add_special_tokens=False)
+    fields: dict[str, Any] = {"logprobs": True, "parsers": ("openai", "openai_gptoss")}
+    for groups in ([list(ids)], [[token_id] for token_id in ids]):
+        writer = make_writer(**fields)
+        pieces = [b"".join(TABLE[token_id] for token_id in group).decode() for group in groups]
+        written(writer, pieces_of(groups, "stop", pieces))
+        messages = [item["content"][0] for item in writer.output if item["type"] == "message"]
+        found = ["".join(entry["token"] for entry in part["logprobs"]) for part in messages]
+        assert found == texts
+
+
 def test_a_cancelled_response_has_what_was_generated() -> None:
     writer = make_writer()
     writer.add(Piece(0, 0, "yes <tool_", ()))

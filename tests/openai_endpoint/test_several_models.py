@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,45 @@ def test_each_model_is_listed_and_answers(url: str, second: Path, socket: Path) 
         running.close(0.0)
 
 
+TOLD: dict[str, Callable[[Any], Any]] = {
+    "chat/completions": lambda told: (told["usage"], told["choices"][0]["message"]["content"]),
+    "responses": lambda told: (told["usage"], told["output"][0]["content"][0]["text"]),
+    "messages": lambda told: (told["usage"], told["content"][0]["text"]),
+    "chat/completions/render": lambda told: told["token_ids"],
+}
+"""The parts of each route's answer that its prompt and text determine."""
+
+
+@pytest.mark.parametrize("route", TOLD)
+def test_chats_are_rendered_by_their_models_template(
+    route: str, second: Path, socket: Path, url: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "other"
+    shutil.copytree(second, folder)
+    template = "{% for each in messages %}Q: {{ each.content }}\nA:{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    turns = [{"role": "user", "content": "What is a lock?"}]
+    asked: dict[str, Any] = {"max_tokens": 12, "messages": turns}
+    if route == "responses":
+        asked = {"max_output_tokens": 12, "input": turns}
+
+    def answer(url: str) -> Any:
+        body = {"model": "other", "temperature": 0, **asked}
+        found = httpx.post(f"{url}/v1/{route}", json=body, timeout=PATIENCE_S)
+        assert found.is_success, found.text
+        return TOLD[route](found.json())
+
+    running = start(folder, socket)
+    try:
+        with (
+            demo_engine(gpt_model_path=str(folder)) as engine,
+            served(engine, served_model_names=("other",)) as alone,
+        ):
+            assert answer(url) == answer(alone)
+    finally:
+        running.close(0.0)
+
+
 def test_a_model_is_unloaded_and_loaded_by_itself(url: str, second: Path, socket: Path) -> None:
     """Requests in flight finish; meanwhile and afterwards the other model answers."""
     running = start(second, socket)
@@ -151,6 +190,48 @@ def test_an_adapter_names_its_models_engine(
             assert names(client) == ["demo", "second", "sql"]
             assert text(client, "sql") != text(client, "second")
     finally:
+        running.close(0.0)
+
+
+def test_adapters_of_each_model_are_loaded_and_unloaded(
+    second: Path, socket: Path, adapter: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(adapter, tmp_path / "first" / "sql")
+    shutil.copytree(adapter, tmp_path / "other" / "law")
+    running = start(second, socket, lora_dir=str(tmp_path / "other"), enable_adapter_commands="true")
+    other = SocketEngineClient(str(socket))
+
+    def send(route: str, name: str, **body: Any) -> str:
+        """Send a command; return the error, or "" if it succeeds."""
+        body = {"lora_name": name, **body}
+        answer = httpx.post(f"{url}/v1/{route}_lora_adapter", json=body, timeout=PATIENCE_S)
+        return "" if answer.is_success else f"{answer.status_code} {answer.json()['error']['message']}"
+
+    try:
+        with (
+            demo_engine(lora_dir=str(tmp_path / "first"), enable_adapter_commands="true") as engine,
+            served(engine, others=(other,)) as url,
+            connect(url) as client,
+        ):
+            of_second = text(client, "law")
+            assert "which another model of this server has" in send(
+                "load", "sql", lora_path="law", model="second"
+            )
+            assert not send("load", "new", lora_path="law", model="second")
+            assert names(client) == ["demo", "sql", "second", "law", "new"]
+            assert text(client, "new") == of_second != text(client, "second")
+            assert "already loaded" in send("load", "new", lora_path="law")  # the model that has it is meant
+            assert not send("load", "new", lora_path="law", load_inplace=True)
+            assert "which is the model itself" in send("load", "second", lora_path="law")
+            assert send("load", "more", lora_path="law", model="third").startswith("404 ")
+            assert send("unload", "more").startswith("404 ")
+            assert not send("unload", "new")
+            assert names(client) == ["demo", "sql", "second", "law"]
+            assert not send("load", "new", lora_path="sql")  # without a name the first model is meant
+            assert names(client) == ["demo", "new", "sql", "second", "law"]
+            assert text(client, "new") == text(client, "sql") != of_second
+    finally:
+        other.close()
         running.close(0.0)
 
 

@@ -98,6 +98,51 @@ def test_weights_and_cache_are_given_back_and_tokens_are_equal_after_waking(leve
         command(url, "wake_up")
 
 
+@pytest.mark.parametrize("woken_by", ["", "?tags=weights", "?tags=weights&tags=kv_cache"])
+def test_the_kv_cache_is_kept_if_only_the_weights_are_given_back(woken_by: str) -> None:
+    with running(enable_kv_cache_reuse="true") as engine, served(engine.client) as url:
+        before, found = tokens(url), num_cached(url)
+        runner: Any = engine._manager._engine.runner
+        decoder, cache = weakref.ref(runner.decoder), weakref.ref(runner.cache)
+        del runner
+        command(url, "sleep?tags=weights")
+        gc.collect()
+        assert is_sleeping(url) and decoder() is None and cache() is not None
+        command(url, f"wake_up{woken_by}")
+        assert not is_sleeping(url)
+        assert num_cached(url) == found > 0
+        assert tokens(url) == before
+
+
+def test_weights_alone_come_back_only_if_the_kv_cache_was_kept() -> None:
+    with running() as engine, served(engine.client) as url:
+        command(url, "sleep")
+        refused = post(url, "wake_up?tags=weights")
+        assert refused.status_code == 400 and "the KV cache was given back too" in refused.text
+        assert is_sleeping(url)
+
+
+def test_an_engine_that_cannot_keep_its_kv_cache_stays_awake() -> None:
+    with running(load_fake, **SLOW) as engine, served(engine.client) as url:
+        refused = post(url, "sleep?tags=weights")
+        assert refused.status_code == 400 and "cannot keep its KV cache in sleep" in refused.text
+        assert not is_sleeping(url)
+
+
+def test_an_adapters_kv_cache_is_kept(adapter: Path, tmp_path: Path) -> None:
+    shutil.copytree(adapter, tmp_path / "sql")
+    with (
+        running(lora_dir=str(tmp_path), enable_kv_cache_reuse="true") as engine,
+        served(engine.client) as url,
+    ):
+        before, of_base = tokens(url, "sql"), tokens(url)
+        command(url, "sleep?tags=weights")
+        command(url, "wake_up")
+        answer = complete(url, "sql")
+        assert answer.choices[0].token_ids == before and answer.usage.prompt_tokens_details.cached_tokens > 0
+        assert tokens(url) == of_base != before
+
+
 def test_what_needs_no_weights_is_served_while_the_engine_sleeps() -> None:
     with running() as engine, served(engine.client) as url:
         command(url, "sleep")
@@ -249,7 +294,9 @@ def test_an_engine_closes_while_it_sleeps() -> None:
     [
         ("sleep?level=0", "level", "level is '0', expected 1 or 2"),
         ("sleep?mode=keep", "mode", "mode is 'keep', expected wait or abort"),
-        ("wake_up?tags=weights", "tags", "weights and kv_cache come back together"),
+        ("sleep?tags=kv_cache", "tags", "the KV cache is not given back without the weights"),
+        ("sleep?tags=weights&tags=adapters", "tags", "expected weights, or weights and kv_cache"),
+        ("wake_up?tags=kv_cache", "tags", "the KV cache does not come back without the weights"),
     ],
 )
 def test_what_is_not_supported_is_refused(route: str, param: str, problem: str) -> None:
@@ -284,12 +331,16 @@ def test_a_page_of_another_site_cannot_make_the_engine_sleep() -> None:
         assert not is_sleeping(url)
 
 
-def test_an_engine_with_saved_blocks_cannot_sleep(tmp_path: Path) -> None:
+def test_saved_blocks_are_loaded_after_waking(tmp_path: Path) -> None:
     with (
-        pytest.raises(ConfigError, match=r"enable_sleep_mode is true, but .* saved KV blocks"),
-        running(kv_cache_dir=str(tmp_path), enable_kv_cache_reuse="true"),
+        running(kv_cache_dir=str(tmp_path), enable_kv_cache_reuse="true") as engine,
+        served(engine.client) as url,
     ):
-        pass
+        before, found = tokens(url), num_cached(url)
+        command(url, "sleep")
+        command(url, "wake_up")
+        assert tokens(url) == before and num_cached(url) == found > 0
+        assert engine._manager._scheduler.metrics().num_loaded_blocks > 0
 
 
 def test_the_system_has_the_memory_of_a_sleeping_process_back() -> None:

@@ -158,14 +158,17 @@ class GptManager:
             return self._inspections.metrics(timeout_s, self.notify)
         return self._instruments.reports(kind, timeout_s)
 
-    def close_engine(self) -> None:
-        """Close the engine between two iterations, when no request is active; its KV cache is forgotten.
+    def close_engine(self, keeps_cache: bool = False) -> None:
+        """Close the engine between two iterations, when no request is active. Idempotent.
 
         No request may be accepted until `replace_engine`. Any thread except the loop thread. Raises Unavailable
         once the loop has ended.
+
+        Args:
+            keeps_cache: Whether the next engine has this one's KV cache; otherwise its content is forgotten.
         """
-        while not self._inspections.ask_loop(lambda batch: self._close_idle_engine(), self.notify):
-            pass  # the last batch is in flight
+        while not self._inspections.ask_loop(lambda batch: self._close_idle_engine(keeps_cache), self.notify):
+            pass  # the last batch is in flight, or saved blocks are being loaded
 
     def replace_engine(self, engine: Engine) -> None:
         """Use `engine`, which has room for what the scheduler hands out, after `close_engine`.
@@ -178,11 +181,15 @@ class GptManager:
 
         self._inspections.ask_loop(replace, self.notify)
 
-    def _close_idle_engine(self) -> bool:
+    def _close_idle_engine(self, keeps_cache: bool) -> bool:
         if self._in_flight or self._scheduler.num_active:
             return False
+        if self._block_store is not None:
+            self._block_store.carry_out(self._scheduler.take_store_commands())
+            if self._scheduler.is_loading_blocks:
+                return False
         self._engine.close()
-        self._scheduler.forget_device()
+        self._scheduler.forget_device(keeps_cache)
         return True
 
     def join(self, timeout_s: float | None = None) -> bool:

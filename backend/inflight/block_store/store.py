@@ -139,7 +139,8 @@ class HostBlockStore:
         max_host_bytes: int = 0,
         files: BlockFiles | None = None,
     ) -> None:
-        self._memory = memory
+        self._memory: BlockMemory | None = memory
+        self._sizes = {False: memory.block_bytes, True: memory.state_bytes}
         self._notify = notify
         self._max_host_bytes = max_host_bytes
         self._files = files
@@ -192,6 +193,7 @@ class HostBlockStore:
             if self._waiting_bytes >= _MAX_QUEUED_BYTES:
                 self._dropped.append(piece.key)
                 return
+        assert self._memory is not None, "the device has no cache"
         save = _Save(piece.key, self._memory.read(piece.index, piece.is_state))
         with self._lock:
             self._waiting[save.key] = save
@@ -257,10 +259,7 @@ class HostBlockStore:
     # ---------------------------------------------------------------- the thread that loads
 
     def _load_all(self) -> None:
-        buffers = {
-            is_state: np.empty(size, dtype=np.uint8)
-            for is_state, size in ((False, self._memory.block_bytes), (True, self._memory.state_bytes))
-        }
+        buffers = {is_state: np.empty(size, dtype=np.uint8) for is_state, size in self._sizes.items()}
         while (job := self._loads.get()) is not None and not self._is_over:
             load, begun = job
             count = self._load(load, buffers)
@@ -291,10 +290,18 @@ class HostBlockStore:
             content = buffer
         if content is None:
             return False
+        assert self._memory is not None, "the device has no cache"
         self._memory.write(piece.index, piece.is_state, content)
         return True
 
     # ---------------------------------------------------------------- the end
+
+    def use_memory(self, memory: BlockMemory | None) -> None:
+        """Use the blocks of another cache of the same layout; None until there is one. Any thread.
+
+        No command may be given, and no load may be in progress, while there is none.
+        """
+        self._memory = memory
 
     def close(self) -> None:
         """Write the pieces that wait, for a few seconds at most, end the threads, and free the device's memory.
@@ -304,6 +311,6 @@ class HostBlockStore:
         for thread in self._threads:
             thread.join(_CLOSE_S)
         self._is_over = True
-        vars(self).pop("_memory", None)
+        self._memory = None
         if self._files is not None:
             self._files.close()

@@ -233,8 +233,16 @@ class Adapters(Protocol):
 class ModelMemory(Protocol):
     """The memory of an engine's weights and KV cache, which an idle engine can give back. Any thread."""
 
-    def release(self) -> None:
-        """Give the memory back; no request may be active. The contents of the KV cache are lost."""
+    @property
+    def can_keep_cache(self) -> bool:
+        """Whether `release` can keep the KV cache."""
+        ...
+
+    def release(self, keeps_cache: bool = False) -> None:
+        """Give the memory back; no request may be active.
+
+        The contents of the KV cache are lost, unless `keeps_cache`. A cache that was kept can be given back later.
+        """
         ...
 
     def load(self) -> None:
@@ -342,11 +350,12 @@ class EngineClient(Protocol):
         """
         ...
 
-    def sleep(self, action: SleepAction, timeout_s: float) -> bool:
+    def sleep(self, action: SleepAction, timeout_s: float, only_weights: bool = False) -> bool:
         """Carry out a command about the engine's sleep; return whether the engine sleeps or is falling asleep.
 
-        Blocks for up to about `timeout_s` seconds. Raises Unavailable without an engine, if requests in flight do
-        not finish in time, or if the model cannot be loaded again; Unsupported if the engine cannot sleep.
+        With `only_weights` the engine keeps its KV cache in sleep. Blocks for up to about `timeout_s` seconds.
+        Raises Unavailable without an engine, if requests in flight do not finish in time, or if the model cannot
+        be loaded again; Unsupported if the engine cannot sleep in this way.
         """
         ...
 

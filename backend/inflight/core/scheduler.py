@@ -94,10 +94,14 @@ class Scheduler:
     def can_only_wait(self) -> bool:
         """Whether nothing can happen before an event if no batch can be made now and none is in flight: every
         request waits for its guide or adapter, or blocks are being loaded."""
-        saved = self.kv_cache.saved
-        if saved is not None and saved.loads:
+        if self.is_loading_blocks:
             return not self._to_end
         return 0 < len(self._groups) == len(self._admission.held) and not self._to_end
+
+    @property
+    def is_loading_blocks(self) -> bool:
+        """Whether saved KV blocks are being loaded."""
+        return self.kv_cache.saved is not None and bool(self.kv_cache.saved.loads)
 
     @property
     def next_deadline_ns(self) -> int | None:
@@ -398,13 +402,16 @@ class Scheduler:
             responses += self._endings.fail(group, error, self._now_ns)
         return responses
 
-    def forget_device(self) -> None:
-        """Forget what the device holds: cached KV blocks, snapshots of states, adapters.
+    def forget_device(self, keeps_cache: bool = False) -> None:
+        """Forget what the device holds: adapters, and unless `keeps_cache`, cached KV blocks and states.
 
         No request may be active.
         """
         assert not self._groups and not self._num_in_flight, "requests are active"
-        self._running.clear()
+        if keeps_cache:
+            self._running.adapter_pages.clear()
+        else:
+            self._running.clear()
 
     # ---------------------------------------------------------------- reports
 

@@ -132,13 +132,13 @@ class SocketEngineClient:
         """
         return self._connected().adapters(command, timeout_s)
 
-    def sleep(self, action: SleepAction, timeout_s: float) -> bool:
+    def sleep(self, action: SleepAction, timeout_s: float, only_weights: bool = False) -> bool:
         """Send a command about the engine's sleep; return whether the engine sleeps or is falling asleep.
 
         Raises Unavailable if the engine cannot be reached or does not answer in time, and errors of the command.
         Must not be called from a callback of `submit` (see `state`).
         """
-        return self._connected().sleep(action, timeout_s)
+        return self._connected().sleep(action, timeout_s, only_weights)
 
     def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
         """Return the reports since the last call; raises Unavailable if the engine cannot be reached.
@@ -242,8 +242,8 @@ class _EngineConnection:
             query, AdapterStates, f"whether it could {command.action.value} adapters"
         ).adapters
 
-    def sleep(self, action: SleepAction, timeout_s: float) -> bool:
-        query = CommandSleep(next(self._query_ids), action, timeout_s)
+    def sleep(self, action: SleepAction, timeout_s: float, only_weights: bool) -> bool:
+        query = CommandSleep(next(self._query_ids), action, timeout_s, only_weights)
         return self._result(query, SleepState, "whether it sleeps").is_asleep
 
     def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:

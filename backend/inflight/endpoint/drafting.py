@@ -121,7 +121,7 @@ class DraftingClient:
         """Send a command to the target engine, and return the state of all of its adapters."""
         return self._target.adapters(command, timeout_s)
 
-    def sleep(self, action: SleepAction, timeout_s: float) -> bool:
+    def sleep(self, action: SleepAction, timeout_s: float, only_weights: bool = False) -> bool:
         """Raise Unsupported, because the engine that drafts would stay awake."""
         raise Unsupported("two engines serve this model, and cannot sleep")
 

@@ -124,12 +124,13 @@ class AdapterStates(msgspec.Struct, frozen=True, tag=True):
 class CommandSleep(msgspec.Struct, frozen=True, tag=True):
     """Front end → engine: carry out `action`, and answer with a SleepState of the same `query_id`.
 
-    `timeout_s` is how long the engine waits for requests in flight, in seconds.
+    `timeout_s` is how long the engine waits for requests in flight, in seconds. `only_weights` keeps the KV cache.
     """
 
     query_id: int
     action: SleepAction
     timeout_s: float
+    only_weights: bool = False
 
 
 class SleepState(msgspec.Struct, frozen=True, tag=True):

@@ -197,13 +197,13 @@ class LocalEngineClient:
             self._adapters.unload(command.name, command.task_id)
         return tuple(self._adapters.list_adapters())
 
-    def sleep(self, action: SleepAction, timeout_s: float) -> bool:
+    def sleep(self, action: SleepAction, timeout_s: float, only_weights: bool = False) -> bool:
         """Carry out a command about the engine's sleep; return whether the engine sleeps or is falling asleep.
 
         The command runs on this thread. Raises Unavailable if the engine has ended, and as `Sleep.carry_out`.
         """
         self._check_available()
-        return self._sleep.carry_out(action, timeout_s)
+        return self._sleep.carry_out(action, timeout_s, only_weights)
 
     def _finish_requests(self, timeout_s: float, then: Callable[[], None]) -> bool:
         with self._lock:

@@ -243,7 +243,9 @@ class _ClientConnection:
         self._answer(frame, AdapterStates, lambda: self._client.adapters(frame.command, frame.timeout_s))
 
     def _answer_sleep(self, frame: CommandSleep) -> None:
-        self._answer(frame, SleepState, lambda: self._client.sleep(frame.action, frame.timeout_s))
+        self._answer(
+            frame, SleepState, lambda: self._client.sleep(frame.action, frame.timeout_s, frame.only_weights)
+        )
 
     def _answer(
         self,

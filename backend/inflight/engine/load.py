@@ -38,13 +38,14 @@ from inflight.engine.load_decoder import (
     weight_bytes,
 )
 from inflight.engine.load_draft_head import MakeDraftHead, load_draft_head
-from inflight.engine.load_options import LoadOptions
+from inflight.engine.load_options import KeptCache, LoadOptions
 from inflight.engine.memory import (
     LESS_WEIGHTS,
     LESS_WEIGHTS_OF_TRANSFORMERS,
     allocating,
     check_room,
     free_memory,
+    left_by_weights,
 )
 from inflight.engine.rank_loader import RankLoader, prepare_device
 from inflight.engine.runner import ModelRunner
@@ -73,6 +74,7 @@ def load_engine(
     config: EngineConfig,
     processors: LogitsPostProcessors = NO_POST_PROCESSORS,
     make_grammars: MakeGrammars = no_grammars,
+    kept: KeptCache | None = None,
 ) -> ModelEngine:
     """Load a whole model and allocate its KV cache.
 
@@ -80,11 +82,12 @@ def load_engine(
         config: The model and its parameters.
         processors: The logits post-processors that requests may name.
         make_grammars: Called with the vocabulary size; returns the object that follows guides.
+        kept: The KV cache of an earlier engine, to use instead of a new one.
 
     Raises:
         ConfigError: A parameter or the checkpoint cannot be used, or there is too little memory.
     """
-    runner = load_runner(LoadOptions(config, post_processor_names=processors.names))
+    runner = load_runner(LoadOptions(config, post_processor_names=processors.names, kept=kept))
     grammars = make_grammars(runner.limits.vocab_size)
     return make_engine(runner, config.normalize_log_probs, processors, grammars)
 
@@ -208,6 +211,10 @@ class _Loader(RankLoader):
             return
         num_bytes = _weight_bytes(config, model, self.part)
         are_mapped = config.weights == MMAP and runs_compiled(config, model, device, self.part.shard)
+        if self.options.kept is not None:
+            if not are_mapped:
+                left_by_weights(num_bytes, free_bytes, device.type == "cuda", LESS_WEIGHTS)
+            return
         dtype, quantization = computed_dtype(config, model), find_kv_quantization(config.kv_cache_dtype)
         size = block_bytes(self.held, config.tokens_per_block, dtype, quantization)
         of_states = total_state_bytes(config, self.held, dtype)
@@ -253,7 +260,10 @@ class _Loader(RankLoader):
     def reserve_adapters(self, decoder: AnyDecoder) -> int:
         """Allocate pages for LoRA adapters; return their number."""
         config, min_over_ranks = self.config, self.options.min_over_ranks
-        num_pages = count_adapter_pages(config, self.held, decoder.dtype, self.device, min_over_ranks)
+        if (kept := self.options.kept) is not None:
+            num_pages = kept.num_adapter_pages
+        else:
+            num_pages = count_adapter_pages(config, self.held, decoder.dtype, self.device, min_over_ranks)
         # Compiled layers allocate memory when an adapter is loaded.
         if num_pages and isinstance(decoder, Decoder):
             page_rank = config.lora_cache_optimal_adapter_size
@@ -263,7 +273,10 @@ class _Loader(RankLoader):
         return num_pages
 
     def allocate_cache(self, decoder: AnyDecoder, num_adapter_pages: int, capture: Capture | None) -> KvCache:
-        """Allocate the KV cache in the free memory, except for the estimated memory of recordings."""
+        """Allocate the KV cache in the free memory, except for the estimated memory of recordings; or return the
+        one that was kept."""
+        if self.options.kept is not None:
+            return self.options.kept.cache
         config, held, dtype, device = self.config, self.held, decoder.dtype, self.device
         states = allocate_states(config, held, dtype, device)
         reserved = 0

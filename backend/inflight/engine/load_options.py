@@ -7,7 +7,21 @@ from dataclasses import dataclass, field
 
 from inflight.config import EngineConfig
 from inflight.engine.collectives import ALONE, Collectives
+from inflight.engine.kv_cache import KvCache
 from inflight.ranks.topology import Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class KeptCache:
+    """The memory that stays of an engine whose weights are given back and loaded again.
+
+    Attributes:
+        cache: The KV cache.
+        num_adapter_pages: Number of pages for adapters, which the new engine has to have too.
+    """
+
+    cache: KvCache
+    num_adapter_pages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +35,7 @@ class LoadOptions:
         min_over_ranks: Returns the minimum of a number over all ranks, each of which passes its own. See
             `load_stage`.
         post_processor_names: The logits post-processors that requests may name.
+        kept: The KV cache to use, of an earlier engine with the same options; None: allocate one.
     """
 
     config: EngineConfig
@@ -28,3 +43,4 @@ class LoadOptions:
     collectives: Collectives = ALONE
     min_over_ranks: Callable[[int], int] = int
     post_processor_names: tuple[str, ...] = ()
+    kept: KeptCache | None = None

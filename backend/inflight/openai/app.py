@@ -21,6 +21,7 @@ from inflight.openai import (
     chat_completions,
     classify,
     completions,
+    derender,
     embeddings,
     generate,
     models,
@@ -124,7 +125,8 @@ def _contexts(
 def _routers(has_batches: bool) -> tuple[APIRouter, ...]:
     """Return the routers of all routes; those of batches refuse every request unless `has_batches`."""
     of_texts, pooling = (completions, chat_completions, messages), (embeddings, classify, rerank)
-    modules = (models, adapters, sleep, *of_texts, *pooling, render, generate, tokenize, server_routes)
+    of_ids = (render, generate, derender)
+    modules = (models, adapters, sleep, *of_texts, *pooling, *of_ids, tokenize, server_routes)
     batches_router = batches.router if has_batches else batches.refusing_router
     return (*(module.router for module in modules), responses_router, batches_router, playground_router)
 

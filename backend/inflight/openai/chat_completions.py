@@ -12,7 +12,7 @@ from starlette.responses import Response
 from inflight.openai.answers import Piece, Usage
 from inflight.openai.bodies import body_as
 from inflight.openai.chat_prompts import ChatPrompt, read_chat
-from inflight.openai.context import Context, Envelope, answer_stream, answer_whole, chosen_context, context_of
+from inflight.openai.context import Context, Envelope, answer_stream, answer_whole, chosen_context
 from inflight.openai.errors import invalid
 from inflight.openai.log_probs import chat_log_probs, prompt_log_probs_json
 from inflight.openai.prepared_body import PreparedBody, check_number_of_sequences, prepare_body
@@ -33,9 +33,10 @@ router = APIRouter()
 async def create_chat_completion(body: Annotated[ChatBody, body_as(ChatBody)], request: Request) -> Response:
     """Generate `n` answers to the messages."""
     context, adapter = await chosen_context(request, body.model, Task.GENERATE)
-    prompt, prepared = await prepare_chat(request, body, adapter, context.model.options.default_max_tokens)
+    default = context.model.options.default_max_tokens
+    prompt, prepared = await prepare_chat(context, request, body, adapter, default)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    writer = _ChatWriter(body, prepared, prompt, Envelope.of("chatcmpl", kind, prepared, request))
+    writer = ChatWriter(body, prepared, prompt, Envelope.of("chatcmpl", kind, prepared, request))
     if body.stream:
         return await answer_stream(context, request, prepared, writer.events)
     pieces = await answer_whole(context, request, prepared)
@@ -43,18 +44,18 @@ async def create_chat_completion(body: Annotated[ChatBody, body_as(ChatBody)], r
 
 
 async def prepare_chat(
-    request: Request, body: ChatBody, adapter: str, default_max_tokens: int | None
+    context: Context, request: Request, body: ChatBody, adapter: str, default_max_tokens: int | None
 ) -> tuple[ChatPrompt, PreparedBody]:
     """Return a chat's prompt, and the prepared body. Errors name fields of the body.
 
     Args:
+        context: The context of the engine that the body chooses.
         request: The HTTP request.
         body: The chat.
         adapter: Name of the LoRA adapter; "": the bare model.
         default_max_tokens: Largest number of tokens to generate if the body has none, reduced to what fits;
             None: as many as fit.
     """
-    context = context_of(request)
     prepare = partial(_prepare, context.model, body, adapter, default_max_tokens)
     prompt, asked, prepared = await context.session.compute(prepare)
     if prepared is None:
@@ -170,7 +171,7 @@ class ReasoningUsage:
         self._usage.reasoning_tokens = self._count
 
 
-class _ChatWriter:
+class ChatWriter:
     """Writes one chat answer, whole or as a stream of chunks."""
 
     def __init__(

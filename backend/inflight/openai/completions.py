@@ -36,7 +36,7 @@ async def create_completion(
     context, adapter = await chosen_context(request, body.model, Task.GENERATE)
     prepared = await context.session.compute(partial(prepare_completion, context.model, body, adapter))
     envelope = Envelope.of("cmpl", "text_completion", prepared, request)
-    writer = _CompletionWriter(body, prepared, envelope)
+    writer = CompletionWriter(body, prepared, envelope)
     if body.stream:
         return await answer_stream(context, request, prepared, writer.events)
     pieces = await answer_whole(context, request, prepared)
@@ -99,7 +99,7 @@ def _read_prompts(
     return [None] * len(rows), rows
 
 
-class _CompletionWriter:
+class CompletionWriter:
     """Writes one completion answer, whole or as a stream of chunks."""
 
     def __init__(self, body: CompletionBody, prepared: PreparedBody, envelope: Envelope) -> None:

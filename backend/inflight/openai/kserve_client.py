@@ -170,7 +170,7 @@ class KServeEngineClient:
         told = self._call(self._ask_text("lora_command", _as_text(text), "adapters"), timeout_s)
         return tuple(AdapterState(**each) for each in json.loads(told)["adapters"])
 
-    def sleep(self, action: SleepAction, timeout_s: float) -> bool:
+    def sleep(self, action: SleepAction, timeout_s: float, only_weights: bool = False) -> bool:
         """Raise Unsupported, because KServe's protocol has no such command."""
         raise Unsupported("an engine behind a tritonserver on another host is not made to sleep here")
 

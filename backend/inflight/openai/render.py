@@ -38,13 +38,10 @@ _FIELD_OF_GUIDE = {
 async def render_chat(body: Annotated[ChatBody, body_as(ChatBody)], request: Request) -> Response:
     """Return the body for /inference/v1/generate that has the same answers as the chat."""
     context, adapter = await chosen_context(request, body.model, Task.GENERATE)
-    _refuse_beams(body)
-    if picture_urls(body.messages):
-        raise unsupported(
-            "messages",
-            "messages have pictures, which token ids alone cannot express: send them to /v1/chat/completions",
-        )
-    _, prepared = await prepare_chat(request, body, adapter, context.model.options.default_max_tokens)
+    refuse_what_ids_lack(body)
+    _, prepared = await prepare_chat(
+        context, request, body, adapter, context.model.options.default_max_tokens
+    )
     return await context.session.compute(lambda: JsonAnswer(_rendered(prepared, 0, "chatcmpl")))
 
 
@@ -54,7 +51,7 @@ async def render_completion(
 ) -> Response:
     """Return for each prompt the body for /inference/v1/generate that has the same answers."""
     context, adapter = await chosen_context(request, body.model, Task.GENERATE)
-    _refuse_beams(body)
+    refuse_what_ids_lack(body)
     prepared = await context.session.compute(partial(prepare_completion, context.model, body, adapter))
     places = range(len(prepared.prompts))
     return await context.session.compute(
@@ -62,7 +59,13 @@ async def render_completion(
     )
 
 
-def _refuse_beams(body: SamplingBody) -> None:
+def refuse_what_ids_lack(body: SamplingBody) -> None:
+    """Raise ApiError if token ids and sampling parameters cannot express a chat or completion."""
+    if isinstance(body, ChatBody) and picture_urls(body.messages):
+        raise unsupported(
+            "messages",
+            "messages have pictures, which token ids alone cannot express: send them to /v1/chat/completions",
+        )
     if body.use_beam_search:
         raise unsupported(
             "use_beam_search",

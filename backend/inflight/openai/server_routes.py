@@ -48,11 +48,6 @@ _NOT_SERVED = {
         ("/v1/assistants", "/v1/threads", "/v1/conversations", "/v1/vector_stores", "/v1/chatkit"), _NO_AGENTS
     ),
     **dict.fromkeys(("/v1/fine_tuning", "/v1/evals"), _NO_TRAINING),
-    **dict.fromkeys(
-        ("/v1/chat/completions/derender", "/v1/completions/derender"),
-        'this server parses no token ids: /detokenize returns their text, and output_mode "text" of '
-        "/inference/v1/generate adds it",
-    ),
 }
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 

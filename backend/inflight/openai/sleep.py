@@ -17,29 +17,28 @@ router = APIRouter()
 _LEVELS = ("1", "2")
 _MODES = ("wait", "abort")
 _TAGS = {"weights", "kv_cache"}
+_WEIGHTS = {"weights"}
 _TIMEOUT_S = 600.0
 """Seconds to wait for requests in flight, or for the model to load."""
 
 
 @router.post("/sleep")
 async def sleep(request: Request) -> Response:
-    """Finish or cancel the requests in flight, refuse new ones, and give back weights and KV cache."""
+    """Finish or cancel the requests in flight, refuse new ones, and give back the weights, and the KV cache
+    unless `tags` is weights."""
     _check_one_of(request, "level", _LEVELS)
     _check_one_of(request, "mode", _MODES)
     aborts = request.query_params.get("mode") == "abort"
-    await _command(request, SleepAction.ABORT if aborts else SleepAction.SLEEP)
+    only_weights = _are_only_weights(request, "the KV cache is not given back without the weights")
+    await _command(request, SleepAction.ABORT if aborts else SleepAction.SLEEP, only_weights)
     return Response()
 
 
 @router.post("/wake_up")
 async def wake_up(request: Request) -> Response:
     """Load the model again and accept requests."""
-    tags = request.query_params.getlist("tags")
-    if tags and set(tags) != _TAGS:
-        raise invalid(
-            "tags", f"tags is {tags}: weights and kv_cache come back together, so name both, or leave it out"
-        )
-    await _command(request, SleepAction.WAKE_UP)
+    only_weights = _are_only_weights(request, "the KV cache does not come back without the weights")
+    await _command(request, SleepAction.WAKE_UP, only_weights)
     return Response()
 
 
@@ -55,7 +54,15 @@ def _check_one_of(request: Request, name: str, allowed: tuple[str, ...]) -> None
         raise invalid(name, f"{name} is {value[:200]!r}, expected {' or '.join(allowed)}")
 
 
-async def _command(request: Request, action: SleepAction) -> bool:
+def _are_only_weights(request: Request, problem: str) -> bool:
+    """Return whether the parameter `tags` names the weights alone; without it, both are meant."""
+    tags = request.query_params.getlist("tags")
+    if tags and set(tags) not in (_TAGS, _WEIGHTS):
+        raise invalid("tags", f"tags is {tags}, expected weights, or weights and kv_cache: {problem}")
+    return set(tags) == _WEIGHTS
+
+
+async def _command(request: Request, action: SleepAction, only_weights: bool = False) -> bool:
     refuse_other_sites(request)
     contexts, name = contexts_of(request), request.query_params.get("model")
 
@@ -77,7 +84,7 @@ async def _command(request: Request, action: SleepAction) -> bool:
 
     def run() -> bool:
         try:
-            return context.session.client.sleep(action, _TIMEOUT_S)
+            return context.session.client.sleep(action, _TIMEOUT_S, only_weights)
         except Unsupported as error:
             raise ApiError(str(error), 400, None, "unsupported_engine") from None
 

@@ -32,7 +32,7 @@ async def create_message(body: Annotated[MessagesBody, body_as(MessagesBody)], r
     chat = await context.session.compute(partial(convert, context.model, body))
     with renamed_errors(chat.rename):
         # As a default, the length is reduced to what fits, as by Anthropic's models.
-        prompt, prepared = await prepare_chat(request, chat.body, adapter, body.max_tokens)
+        prompt, prepared = await prepare_chat(context, request, chat.body, adapter, body.max_tokens)
         message_id = f"msg_{request_id_of(request)}"
         writer = MessageWriter(chat.body, prepared, prompt, message_id, body.max_tokens)
         if body.stream:

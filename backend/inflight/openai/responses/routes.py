@@ -246,7 +246,7 @@ async def _prepare(
     while low < high:
         some = shortened(chat, turns[place - 1]) if place else chat
         try:
-            found = some, *await prepare_chat(request, some.body, adapter, default)
+            found = some, *await prepare_chat(context, request, some.body, adapter, default)
             high = place
         except (ApiError, TooLong) as error:
             is_too_long = isinstance(error, TooLong) or error.error_code == CONTEXT_LENGTH_EXCEEDED

@@ -130,6 +130,11 @@ class _TextLogProbs:
         Behind a mark, a content that repeats the first characters of a mark may lose one of its first tokens.
         """
         shown = "".join(text for _, text in self._undecided)
+        if content.startswith(SEPARATOR) and content not in shown:  # between two messages of channels
+            content, self._is_behind_mark = content.removeprefix(SEPARATOR), True
+            if not content:
+                self._drop()
+                return []
         start = max(shown.rfind(content), 0) if self._is_behind_mark else 0
         self._is_behind_mark = False
         end, offset = start + len(content), 0
