@@ -84,6 +84,7 @@ def test_a_kept_cache_is_used_again(zoo: Zoo, case: str, kernels: str, kv_cache_
     assert conversation(sleeps=True) == awake
 
 
+@pytest.mark.usefixtures("cheap_heads")
 @pytest.mark.parametrize("case", with_all(["deepseek-v3", "qwen3.5"], ["qwen3.5"]))
 def test_what_a_draft_head_has_cached_is_kept(tmp_path: Path, case: str) -> None:
     """As many guesses are right behind a kept prompt as without the sleep."""
