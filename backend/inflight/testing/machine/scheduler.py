@@ -58,6 +58,7 @@ class Fiber:
         self.thread: object = None
         self.waits = 0  # counts waits, so that timers of earlier ones are ignored
         self.is_waiting = False
+        self.is_preempted = False  # it could run, but others run for a while
         self.timed_out = False
         self.greenlet = greenlet.greenlet(run, loop)
 
@@ -100,6 +101,7 @@ class Machine:
         wall_ns: Difference of the wall clock to the monotonic one; a fault may change it.
         failure: The first exception that ended a fiber, with its traceback.
         num_switches: How often a fiber was run.
+        when_all_wait: Called before the clock moves because no fiber can run.
     """
 
     def __init__(self, seed: int) -> None:
@@ -109,6 +111,7 @@ class Machine:
         self.failure: tuple[Fiber, BaseException, str] | None = None
         self.num_switches = 0
         self.is_over = False
+        self.when_all_wait: Callable[[], None] = lambda: None
         self.processes: list[Process] = []
         self.fibers: list[Fiber] = []
         self._numbers = itertools.count(1)
@@ -157,6 +160,12 @@ class Machine:
         process.is_stopped = True
         self.call_later(seconds, lambda: setattr(process, "is_stopped", False))
 
+    def is_amid_steps(self, process: Process) -> bool:
+        """Return whether a process is stopped, or one of its threads is preempted, perhaps inside a step."""
+        return process.is_stopped or any(
+            fiber.is_preempted for fiber in self.fibers if fiber.process is process
+        )
+
     # ---------------------------------------------------------------- for the current fiber
 
     @property
@@ -177,7 +186,10 @@ class Machine:
             return
         drawn = self.rng.random()
         if drawn < _LONG_PAUSES:
+            fiber = self._current
+            fiber.is_preempted = True
             self.sleep(self.rng.random() * _LONGEST_PAUSE_S)
+            fiber.is_preempted = False
         elif drawn < _SWITCHES:
             self._ready.append(self._current)
             self._main.switch()
@@ -233,6 +245,7 @@ class Machine:
             if runnable:
                 self._run(self.rng.choice(runnable))
             elif self._timers:
+                self.when_all_wait()
                 self.now_ns = max(self.now_ns, self._timers[0][0])
             else:
                 raise Deadlock(f"nothing can run any more\n{self.stacks()}")
