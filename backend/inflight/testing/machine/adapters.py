@@ -57,6 +57,9 @@ class AdapterReader:
     def _read(self, lora: LoraRequest) -> CheckedAdapter:
         machine = self._machine
         machine.sleep(machine.rng.random() * machine.rng.choice([0.001, _LONGEST_READ_S]))
+        if machine.refuses_memory():
+            self.failures.append((machine.now_ns, lora))
+            raise MemoryError
         if machine.rng.random() < self._fails:
             self.failures.append((machine.now_ns, lora))
             raise machine.rng.choice([BadAdapter("no such adapter"), OSError("the disk failed")])

@@ -9,6 +9,7 @@ that it holds, is not checked. When all threads wait: nobody waits for something
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Iterable
@@ -26,6 +27,7 @@ from inflight.core.scheduler import Scheduler
 from inflight.endpoint.delivery import Delivery
 from inflight.endpoint.local import LocalEngineClient
 from inflight.endpoint.server import EndpointServer
+from inflight.errors import InflightError
 from inflight.testing.simulation.integrity import check_integrity
 
 from .scheduler import Fiber, Machine
@@ -61,6 +63,13 @@ def checked(manager: type[GptManager], machine: Machine) -> type[GptManager]:
         def _finish_batch(self, batch: ScheduledBatch, logits: Any) -> list[Response]:
             self._has_run = True
             return super()._finish_batch(batch, logits)
+
+        def _die(self, error: InflightError) -> None:
+            if "loop died" in str(error) and not getattr(self._engine, "has_died", False):
+                cause = sys.exception() or error
+                text = "".join(traceback.format_exception(cause))
+                machine.failure = machine.failure or (machine.current, cause, text)
+            super()._die(error)
 
         def step(self) -> bool:
             self._has_run = False

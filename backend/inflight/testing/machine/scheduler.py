@@ -15,6 +15,7 @@ import greenlet
 _SWITCHES = 0.15  # probability that another thread runs at a point where it may
 _LONG_PAUSES = 0.005  # probability that all others run there for up to _LONGEST_PAUSE_S
 _LONGEST_PAUSE_S = 0.5
+_REFUSALS = 0.3  # probability that an allocation is refused while the machine is short of memory
 _STEP_NS = 20_000  # largest time that passes between two switches
 _MOST_SWITCHES = 300_000
 
@@ -101,6 +102,7 @@ class Machine:
         wall_ns: Difference of the wall clock to the monotonic one; a fault may change it.
         failure: The first exception that ended a fiber, with its traceback.
         num_switches: How often a fiber was run.
+        is_short_of_memory: Whether some allocations are refused; a fault may change it.
         when_all_wait: Called before the clock moves because no fiber can run.
     """
 
@@ -110,7 +112,7 @@ class Machine:
         self.wall_ns = 1_700_000_000 * 10**9
         self.failure: tuple[Fiber, BaseException, str] | None = None
         self.num_switches = 0
-        self.is_over = False
+        self.is_over = self.is_short_of_memory = False
         self.when_all_wait: Callable[[], None] = lambda: None
         self.processes: list[Process] = []
         self.fibers: list[Fiber] = []
@@ -217,6 +219,10 @@ class Machine:
         self.sleep_until_woken(max(0.0, seconds))
 
     # ---------------------------------------------------------------- for everyone
+
+    def refuses_memory(self) -> bool:
+        """Return whether an allocation is refused now."""
+        return self.is_short_of_memory and self.rng.random() < _REFUSALS
 
     def wake(self, fiber: Fiber) -> None:
         """Let a waiting fiber go on."""

@@ -81,6 +81,8 @@ class WholeServer:
         most_faults: Only the first so many faults are caused; None: all.
     """
 
+    _has_failing_devices = True
+
     def __init__(self, seed: int, most_faults: int | None = None) -> None:
         scenario = draw(seed)
         self.machine = Machine(seed)
@@ -235,7 +237,7 @@ class WholeServer:
         )
 
     def _load(self, parameters: Parameters, version_dir: str, rank_context: object) -> LoadedModel:
-        device = FailingDevice(self.limits, self._step_s, self._step_fails)
+        device = FailingDevice(self.limits, self._step_s, self._step_failure)
         self._devices.append(device)
         blocks = None if self._disk is None else EngineBlocks(self.machine, device, not self._host_bytes)
         self._memories += [] if blocks is None else [blocks]
@@ -246,12 +248,14 @@ class WholeServer:
     ) -> AdapterCommands | None:
         return None if self._adapters is None else self._adapters.make(notify)
 
-    def _step_fails(self) -> bool:
-        if self._chaos_is_over or self.rng.random() >= self._fails:
-            return False
+    def _step_failure(self) -> Exception | None:
+        """Return the error that the device raises now; None: it computes the batch."""
+        is_refused = self._has_failing_devices and self.machine.refuses_memory()
+        if self._chaos_is_over or not (is_refused or self.rng.random() < self._fails):
+            return None
         self.faults["failed iteration"] += 1
         self._failures_ns.append(self.machine.now_ns)
-        return True
+        return MemoryError() if is_refused else RuntimeError("the simulated device failed")
 
     def _start_front_end(self) -> None:
         """Start a front end with up to four users."""
@@ -367,6 +371,12 @@ class WholeServer:
             self._disk.is_full = True
             self.machine.sleep(self.rng.random() * 10)
             self._disk.is_full = False
+
+    def _refuse_memory(self) -> None:
+        """Let some allocations be refused for a while, in all processes."""
+        self.machine.is_short_of_memory = True
+        self.machine.sleep(self.rng.random() * self.rng.choice([0.5, 10.0]))
+        self.machine.is_short_of_memory = False
 
     def _cause(self, kind: str) -> None:
         self.faults[kind] += 1
@@ -557,6 +567,7 @@ FAULTS: dict[str, Callable[[WholeServer], None]] = {
     "connection cut": lambda server: server._cut(),
     "clock set": lambda server: server._set_clock(),
     "disk full": lambda server: server._fill_disk(),
+    "memory refused": lambda server: server._refuse_memory(),
 }
 """The faults that an operator causes, by name."""
 
