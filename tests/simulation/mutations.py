@@ -132,8 +132,8 @@ MUTATIONS = (
     Mutation(
         "a writer does not end with its connection",
         "endpoint.server",
-        "        self._delivery.close()\n        self._disconnect()\n        self._writer.join()",
-        "        self._disconnect()",
+        "        self._delivery.close()\n        self._disconnect()\n        with self._lock:",
+        "        self._disconnect()\n        with self._lock:",
     ),
     Mutation(
         "a lost connection does not answer its requests",

@@ -66,7 +66,7 @@ def checked(manager: type[GptManager], machine: Machine) -> type[GptManager]:
 
         def _die(self, error: InflightError) -> None:
             if "loop died" in str(error) and not getattr(self._engine, "has_died", False):
-                cause = sys.exception() or error
+                cause = sys.exc_info()[1] or error
                 text = "".join(traceback.format_exception(cause))
                 machine.failure = machine.failure or (machine.current, cause, text)
             super()._die(error)
