@@ -108,9 +108,10 @@ class Ask:
         sent: The responses, in order.
         num_failed: How many responses could not be sent.
         has_ended: Whether the final flag was sent.
-        ended_ns: When.
-        misuse: What the front end did after the final flag, although Triton has freed the request; "": nothing.
-        ticket: What the front end submitted for it; None: nothing.
+        ended_ns: When the final flag was sent; 0: not yet.
+        misuse: Description of what the front end did after the final flag, when Triton has freed the request; "":
+            nothing.
+        ticket: The request that the front end submitted for it, with the engine's responses; None: none.
     """
 
     machine: Machine
@@ -373,9 +374,9 @@ class TritonServer(WholeServer):
 
     def _check_error_of(self, ask: Ask, error: _TritonError) -> None:
         ticket = ask.ticket
-        of_engine = (
-            None if ticket is None else (ticket.refusal or (ticket.responses and ticket.responses[-1].error))
-        )
+        of_engine = None if ticket is None else ticket.refusal
+        if ticket is not None and ticket.responses:
+            of_engine = ticket.responses[-1].error
         if error.code == "CANCELLED":
             assert ask.gone_ns, "a request ends as cancelled although nobody cancelled it"
         elif error.code == "UNAVAILABLE":
