@@ -178,7 +178,7 @@ class Ask:
 class _RecordingClient:
     """An engine client that notes what a front end submits and stops, and the engine's responses."""
 
-    def __init__(self, server: TritonServer, client: SocketEngineClient) -> None:
+    def __init__(self, server: ServerForTriton, client: SocketEngineClient) -> None:
         self._server, self._client = server, client
         self.describe, self.close = client.describe, client.close
         self.add_outbox = client.add_outbox
@@ -209,7 +209,7 @@ class _RecordingClient:
         return RequestHandle(handle.request_id, stop)
 
 
-class TritonServer(WholeServer):
+class ServerForTriton(WholeServer):
     """One run of a server with Triton's front ends."""
 
     def __init__(self, seed: int, most_faults: int | None = None) -> None:
@@ -398,4 +398,4 @@ def _tokens_of(response: _Response) -> list[int]:
 
 def run(seed: int) -> RunReport:
     """Run a server with Triton's front ends; raises AssertionError if a promise was broken."""
-    return TritonServer(seed).run()
+    return ServerForTriton(seed).run()

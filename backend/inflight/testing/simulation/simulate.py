@@ -55,10 +55,10 @@ def _run_server(name: str, seed: int) -> int:
 
 def _server(name: str) -> type[WholeServer]:
     from inflight.testing.machine.ranked_server import RankedServer
-    from inflight.testing.machine.triton_server import TritonServer
+    from inflight.testing.machine.triton_server import ServerForTriton
     from inflight.testing.machine.whole_server import WholeServer
 
-    return (WholeServer, RankedServer, TritonServer)[_SERVERS.index(name)]
+    return (WholeServer, RankedServer, ServerForTriton)[_SERVERS.index(name)]
 
 
 class Search:
