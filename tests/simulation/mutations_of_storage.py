@@ -83,7 +83,7 @@ MUTATIONS_OF_STORAGE = (
     Mutation(
         "the adapters of the last requests are not forgotten",
         "batch_manager.gpt_manager",
-        "or has_more or all_ended",
+        "or has_more or has_ended",
         "or has_more",
     ),
     Mutation(

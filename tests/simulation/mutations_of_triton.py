@@ -6,12 +6,6 @@ from .mutations import Mutation
 
 MUTATIONS_OF_TRITON = (
     Mutation(
-        "a client that is gone is not noticed",
-        "triton.cancellation",
-        "            if entry.stream.is_cancelled():",
-        "            if False:",
-    ),
-    Mutation(
         "the final flag is sent twice",
         "triton.responses",
         "            if self._finished:\n                return\n",
@@ -40,12 +34,6 @@ MUTATIONS_OF_TRITON = (
         "triton.front_end",
         "        self._close_client()\n",
         "",
-    ),
-    Mutation(
-        "a stop request is ignored",
-        "serving.in_flight",
-        "        if entry is not None:\n            _stop_all(entry.handles)",
-        "        if entry is None:\n            _stop_all(())",
     ),
     Mutation(
         "an ended request stays in flight",

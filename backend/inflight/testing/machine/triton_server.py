@@ -44,7 +44,7 @@ from .whole_server import PATH, RunReport, WholeServer
 _FINAL = 1
 _OUTPUTS = ("output_ids", "sequence_length", "finish_reason")
 _UNLOADED_S = 60.0
-_NOTICED_NS = 2 * 10**9
+_NOTICED_NS = 20 * 10**9
 
 
 class _Tensor:
