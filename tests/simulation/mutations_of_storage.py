@@ -116,11 +116,5 @@ MUTATIONS_OF_STORAGE = (
         "    except MemoryError:\n        raise BadFrame(f",
         "    except ArithmeticError:\n        raise BadFrame(f",
     ),
-    Mutation(
-        "an adapter for which there is no memory ends all reading",
-        "adapters.cache",
-        "        except Exception as error:  # of any class",
-        "        except OSError as error:  # of any class",
-    ),
 )
 """The mistakes, each of which some seeds must reveal."""
