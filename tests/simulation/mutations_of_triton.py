@@ -48,22 +48,10 @@ MUTATIONS_OF_TRITON = (
         "        if True:\n            is_known = entry in self._entries",
     ),
     Mutation(
-        "a request goes on although its response could not be sent",
-        "serving.sender",
-        "            self._in_flight.cancel(entry, Ending.SEND_FAILED)\n            return",
-        "            return",
-    ),
-    Mutation(
         "a response that could not be sent ends the sender",
         "serving.sender",
         "        except Exception as error:  # whatever the error, other clients",
         "        except ArithmeticError as error:  # whatever the error, other clients",
-    ),
-    Mutation(
-        "responses after a cancellation are sent",
-        "serving.sender",
-        "        if arrival.entry.ending is not Ending.NONE and not arrival.is_last:\n            return\n",
-        "",
     ),
     Mutation(
         "an abandoned prompt's tokens are sent",
