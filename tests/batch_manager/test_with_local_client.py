@@ -132,6 +132,35 @@ def test_a_request_that_ends_while_it_waits_for_its_adapter_is_forgotten_without
     cache.close()
 
 
+def test_a_request_for_which_there_was_no_room_starts_when_another_ends_though_the_rest_wait_for_adapters():
+    limits = replace(LIMITS, num_adapter_pages=4, adapter_page_rank=8, max_adapter_rank=8)
+    scheduler, may_read = Scheduler(SchedulingConfig(max_num_requests=2), limits), threading.Event()
+
+    def read(lora: LoraRequest) -> CheckedAdapter:
+        assert may_read.wait(60)
+        raise BadAdapter("no such adapter")
+
+    client = LocalEngineClient(EngineDescription(limits), lambda: manager.notify())
+    cache = HostAdapterCache(read, 100, lambda: manager.notify())
+    manager = GptManager(
+        FakeEngine(limits),
+        scheduler,
+        client.get_inference_requests,
+        client.send_response,
+        client.poll_stop_signals,
+        adapters=cache,
+    )
+    handles = [client.submit(Request(0, (1, 2), 5, lora=LoraRequest(task)), Receiver()) for task in (1, 2)]
+    wait_until(lambda: scheduler.num_active == 2)
+    receiver = Receiver()
+    client.submit(Request(0, (1, 2), 5), receiver)
+    handles[0].stop()
+    assert receiver.done.wait(60), "a request waits although there is room"
+    may_read.set()
+    assert manager.shutdown()
+    cache.close()
+
+
 def wait_until(is_true: Callable[[], bool]) -> None:
     end = time.monotonic() + 60
     while not is_true():

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from inflight.block_store import BlockFiles, HostBlockStore
+from inflight.block_store import files as store_files
 from inflight.block_store import store as store_module
 from inflight.block_store.store import LoadingPays
 from inflight.core.kv.block_store import BlockLoad, LoadResult, SavedPiece, StoreCommands, StoreUpdate
@@ -254,6 +255,26 @@ def test_a_full_disk_drops_blocks_and_logs_one_line(make, tmp_path, monkeypatch,
     assert [record.message for record in caplog.records] == [
         "KV blocks are not saved any more, until writing succeeds again: [Errno 28] No space left on device"
     ]
+    assert store.save(c=3) == StoreUpdate(saved=(C,))
+
+
+def test_blocks_are_dropped_while_memory_is_refused(make, tmp_path, monkeypatch, caplog):
+    def refuse(*_: object):
+        raise MemoryError
+
+    store = make(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        with monkeypatch.context() as patch:
+            patch.setattr(store.memory, "read", refuse)
+            assert store.save(a=1) == StoreUpdate(dropped=(A,))
+        with monkeypatch.context() as patch:
+            patch.setattr(store_files, "_check", refuse)
+            assert store.save(b=2) == StoreUpdate(dropped=(B,))
+    assert [record.message for record in caplog.records] == [
+        "a KV block could not be copied from the device, and is not saved",
+        "KV blocks are not saved any more, until writing succeeds again: no memory",
+    ]
+    assert not list(tmp_path.glob("*/*/*")), "an unfinished file is left"
     assert store.save(c=3) == StoreUpdate(saved=(C,))
 
 

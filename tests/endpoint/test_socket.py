@@ -313,3 +313,19 @@ def test_a_supervisor_is_notified_when_all_requests_are_answered(batcher, path) 
 
 def test_draining_without_an_engine_ends_at_once(path) -> None:
     assert drain_engine(path, 1.0) is False
+
+
+def test_requests_of_a_connection_that_the_engine_gives_up_are_not_reported_as_cancelled(
+    front_end, batcher, monkeypatch
+) -> None:
+    def stop(request_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
+        result = make_result(reason=FinishReason.CANCELLED)
+        batcher.client.send_response(Response(request_id, result, is_final=True))
+
+    monkeypatch.setattr(batcher.client, "stop", stop)
+    inboxes = [Inbox() for _ in range(20)]
+    for inbox in inboxes:
+        front_end.submit(make_request(), inbox)
+        batcher.take()
+    front_end._connection._socket.sendall(bytes([255] * frames.LENGTH_BYTES))  # too long a message
+    assert all(isinstance(inbox.final().error, Unavailable) for inbox in inboxes)

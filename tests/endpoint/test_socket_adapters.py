@@ -108,3 +108,11 @@ def test_an_ended_engine_refuses_adapter_commands(batcher: Batcher) -> None:
     batcher.client.close()
     with pytest.raises(Unavailable):
         batcher.client.adapters(LIST, 5.0)
+
+
+def test_a_refused_request_is_not_kept_for_its_next_round(batcher: Batcher) -> None:
+    batcher.adapters.max_bytes = 15
+    request = make_request(lora=LoraRequest(7, weights=WEIGHTS), may_be_continued=True)
+    with pytest.raises(Unavailable, match="too many weights wait"):
+        batcher.client.submit(request, Inbox())
+    assert not batcher.client._to_be_continued

@@ -9,6 +9,8 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
+from inflight.testing.simulation.integrity import check_integrity
+
 
 @dataclass(frozen=True)
 class Mutation:
@@ -43,6 +45,9 @@ class Mutation:
             for name, value in vars(module).items()
             if getattr(value, "__module__", None) == module.__name__ and name in before[module]
         ]
+        for old, new in defined:
+            if isinstance(old, type) and isinstance(new, type):
+                check_integrity.register(new, check_integrity.dispatch(old))
         for each in users:
             for name, value in list(vars(each).items()):
                 for old, new in defined:
@@ -127,8 +132,8 @@ MUTATIONS = (
     Mutation(
         "a writer does not end with its connection",
         "endpoint.server",
-        "        self._delivery.close()\n        self._disconnect()\n        self._writer.join()",
-        "        self._disconnect()",
+        "        self._delivery.close()\n        self._disconnect()\n        with self._lock:",
+        "        self._disconnect()\n        with self._lock:",
     ),
     Mutation(
         "a lost connection does not answer its requests",

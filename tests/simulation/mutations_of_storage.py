@@ -14,8 +14,8 @@ MUTATIONS_OF_STORAGE = (
     Mutation(
         "a block that could not be read counts as loaded",
         "block_store.store",
-        "buffers[piece.is_state]):\n                    return count",
-        "buffers[piece.is_state]):\n                    return count + 1",
+        "_buffers[piece.is_state]):\n                    return count",
+        "_buffers[piece.is_state]):\n                    return count + 1",
     ),
     Mutation(
         "the end of a load does not wake the loop",
@@ -83,7 +83,7 @@ MUTATIONS_OF_STORAGE = (
     Mutation(
         "the adapters of the last requests are not forgotten",
         "batch_manager.gpt_manager",
-        "or has_more or all_ended",
+        "or has_more or has_ended",
         "or has_more",
     ),
     Mutation(
@@ -97,6 +97,24 @@ MUTATIONS_OF_STORAGE = (
         "endpoint.local",
         "    return [waiting.pop(request_id) for request_id in taken]",
         "    found = [waiting.pop(request_id) for request_id in taken]\n    waiting.clear()\n    return found",
+    ),
+    Mutation(
+        "a refused copy of a block ends the loop",
+        "block_store.store",
+        "            except Exception:  # no memory, or",
+        "            except ArithmeticError:  # no memory, or",
+    ),
+    Mutation(
+        "the thread that saves ends when memory is refused",
+        "block_store.store",
+        "except (OSError, MemoryError) as error:",
+        "except OSError as error:",
+    ),
+    Mutation(
+        "a refused message ends a thread",
+        "endpoint.frames",
+        "    except MemoryError:\n        raise BadFrame(f",
+        "    except ArithmeticError:\n        raise BadFrame(f",
     ),
 )
 """The mistakes, each of which some seeds must reveal."""

@@ -13,9 +13,10 @@ from inflight.testing.machine.whole_server import WholeServer
 from tests.tiers import examples, with_all
 
 from .mutations import MUTATIONS, Mutation
+from .mutations_of_steps import MUTATIONS_OF_STEPS
 from .mutations_of_storage import MUTATIONS_OF_STORAGE
 
-_ALL = (*MUTATIONS, *MUTATIONS_OF_STORAGE)
+_ALL = (*MUTATIONS, *MUTATIONS_OF_STORAGE, *MUTATIONS_OF_STEPS)
 _SOON = _ALL[::3]
 _NUM_SEEDS = 2000
 

@@ -277,7 +277,8 @@ class GptManager:
         one is ready, or a request times out. A follower instead sleeps in the call that waits for its leader's
         inputs, and returns False once the leader has ended.
         """
-        was_active = self._scheduler.num_active > 0
+        num_before = self._scheduler.num_active
+        was_active = num_before > 0
         inputs = self._inputs.next()
         if inputs is None:
             return False
@@ -306,9 +307,10 @@ class GptManager:
         self._instruments.end()
         self._inspections.answer(batch)
         can_rest = not had_work or (batch is None and num_due == 0 and self._scheduler.can_only_wait)
-        # After the end of the last request, the next iteration's inputs let adapters and guides forget it.
-        all_ended = was_active and not self._scheduler.num_active
-        return not can_rest or bool(inputs.new_requests) or has_more or all_ended
+        # After the end of a request, the next iteration's inputs may have one for which there was no room, and let
+        # adapters and guides forget the ended one.
+        has_ended = num_before + len(inputs.new_requests) > self._scheduler.num_active
+        return not can_rest or bool(inputs.new_requests) or has_more or has_ended
 
     def _schedule(self, responses: list[Response]) -> ScheduledBatch | None:
         """Return the next batch. If `schedule` raises, return None and add the resulting responses."""

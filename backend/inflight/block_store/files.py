@@ -114,7 +114,7 @@ class BlockFiles:
     def write(self, key: bytes, content: NDArray[np.uint8]) -> list[bytes]:
         """Save `content`; return the keys of files that were removed to make room, or because of their age.
 
-        Raises OSError if the file cannot be written; then nothing is changed.
+        Raises OSError or MemoryError if the file cannot be written; then nothing is changed.
         """
         path = self._path(key)
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # someone may have removed it
@@ -128,7 +128,7 @@ class BlockFiles:
             finally:
                 os.close(file)
             os.replace(unfinished, path)
-        except OSError:
+        except (OSError, MemoryError):
             with contextlib.suppress(OSError):
                 unfinished.unlink()
             raise

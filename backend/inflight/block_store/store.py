@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -140,7 +140,6 @@ class HostBlockStore:
         files: BlockFiles | None = None,
     ) -> None:
         self._memory: BlockMemory | None = memory
-        self._sizes = {False: memory.block_bytes, True: memory.state_bytes}
         self._notify = notify
         self._max_host_bytes = max_host_bytes
         self._files = files
@@ -157,6 +156,10 @@ class HostBlockStore:
         self._is_over = False  # whether the threads leave what still waits
         self._saves: queue.SimpleQueue[_Save | None] = queue.SimpleQueue()
         self._loads: queue.SimpleQueue[tuple[BlockLoad, float] | None] = queue.SimpleQueue()
+        self._buffers = {
+            is_state: np.empty(size, dtype=np.uint8)
+            for is_state, size in ((False, memory.block_bytes), (True, memory.state_bytes))
+        }
         self._threads = [
             threading.Thread(target=self._write_all, name="kv-save", daemon=True),
             threading.Thread(target=self._load_all, name="kv-load", daemon=True),
@@ -189,12 +192,18 @@ class HostBlockStore:
         self._pays.computed(num_tokens, seconds)
 
     def _save(self, piece: SavedPiece) -> None:
-        with self._lock:
-            if self._waiting_bytes >= _MAX_QUEUED_BYTES:
-                self._dropped.append(piece.key)
-                return
         assert self._memory is not None, "the device has no cache"
-        save = _Save(piece.key, self._memory.read(piece.index, piece.is_state))
+        content = None
+        if self._waiting_bytes < _MAX_QUEUED_BYTES:
+            try:
+                content = self._memory.read(piece.index, piece.is_state)
+            except Exception:  # no memory, or whatever a device raises: the requests must go on
+                _log.exception("a KV block could not be copied from the device, and is not saved")
+        if content is None:
+            with self._lock:
+                self._dropped.append(piece.key)
+            return
+        save = _Save(piece.key, content)
         with self._lock:
             self._waiting[save.key] = save
             self._waiting_bytes += save.content.size
@@ -240,9 +249,12 @@ class HostBlockStore:
             try:
                 removed += self._files.write(save.key, save.content)
                 self._is_failing = False
-            except OSError as error:
+            except (OSError, MemoryError) as error:
                 if not self._is_failing:
-                    _log.warning("KV blocks are not saved any more, until writing succeeds again: %s", error)
+                    _log.warning(
+                        "KV blocks are not saved any more, until writing succeeds again: %s",
+                        str(error) or "no memory",
+                    )
                 self._is_failing = True
                 removed.append(save.key)
         with self._lock:
@@ -259,21 +271,20 @@ class HostBlockStore:
     # ---------------------------------------------------------------- the thread that loads
 
     def _load_all(self) -> None:
-        buffers = {is_state: np.empty(size, dtype=np.uint8) for is_state, size in self._sizes.items()}
         while (job := self._loads.get()) is not None and not self._is_over:
             load, begun = job
-            count = self._load(load, buffers)
+            count = self._load(load)
             self._pays.loaded(count, time.monotonic() - begun)
             if count < len(load.pieces):
                 with self._lock:
                     self._dropped.append(load.pieces[count].key)
             self._end(LoadResult(load.load_id, count))
 
-    def _load(self, load: BlockLoad, buffers: Mapping[bool, NDArray[np.uint8]]) -> int:
+    def _load(self, load: BlockLoad) -> int:
         """Load pieces up to the first that cannot be read; return their number."""
         for count, piece in enumerate(load.pieces):
             try:
-                if not self._load_piece(piece, buffers[piece.is_state]):
+                if not self._load_piece(piece, self._buffers[piece.is_state]):
                     return count
             except Exception:  # whatever a device raises: the block is computed instead
                 _log.exception("a saved KV block could not be copied to the device")

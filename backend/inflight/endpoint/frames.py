@@ -412,6 +412,6 @@ def _read(connection: socket.socket, count: int) -> bytes:
         while count and (part := connection.recv(count, socket.MSG_WAITALL)):
             parts.append(part)
             count -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
     except MemoryError:
         raise BadFrame(f"a frame with {count} bytes to come, for which there is no memory") from None
-    return parts[0] if len(parts) == 1 else b"".join(parts)

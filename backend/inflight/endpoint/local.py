@@ -127,10 +127,10 @@ class LocalEngineClient:
                 self._check_available()
             self._sleep.check_awake(request.is_continuation)
             request_id = next(self._ids)
-            if request.may_be_continued:
-                self._to_be_continued.add(request_id)
             if request.lora is not None and request.lora.weights is not None and self._adapters is not None:
                 self._adapters.expect_weights(request_id, request.lora.num_bytes)
+            if request.may_be_continued:
+                self._to_be_continued.add(request_id)
             self._targets[request_id] = ResponseTarget(
                 on_response, self._access_log.enter(request, request_id)
             )

@@ -277,14 +277,15 @@ class _ClientConnection:
             self._send([encode(Reported(frame.query_id, reports))])
 
     def _end(self) -> None:
+        # First, so that a peer that still reads does not take the stopped requests for cancelled ones.
+        self._delivery.close()
+        self._disconnect()
         with self._lock:
             left = list(self._handles.values())
         for handle in left:
             handle.stop()
         if self._server.supervision is not None and self._supervisor is not None:
             self._server.supervision.detach(self._supervisor)
-        self._delivery.close()
-        self._disconnect()
         self._writer.join()
         if self._supervisor is not None:
             self._supervisor.thread.join()

@@ -19,6 +19,13 @@ _BYTES_OF_A_RANK = 12
 _LONGEST_READ_S = 2.0
 
 
+def weights_of(lora: LoraRequest) -> LoraWeights:
+    """Return weights for an adapter, with which a request can store it."""
+    rank = rank_of(lora)
+    data = RawBuffer(bytes(rank * _BYTES_OF_A_RANK))
+    return LoraWeights(Matrix((1, 3 * rank), "float32", data), ((0, 0, rank),))
+
+
 def rank_of(lora: LoraRequest) -> int:
     """Return the rank of an adapter, by its content."""
     return 1 + content(lora, 0) % MAX_RANKS
@@ -50,9 +57,10 @@ class AdapterReader:
     def _read(self, lora: LoraRequest) -> CheckedAdapter:
         machine = self._machine
         machine.sleep(machine.rng.random() * machine.rng.choice([0.001, _LONGEST_READ_S]))
+        if machine.refuses_memory():
+            self.failures.append((machine.now_ns, lora))
+            raise MemoryError
         if machine.rng.random() < self._fails:
             self.failures.append((machine.now_ns, lora))
             raise machine.rng.choice([BadAdapter("no such adapter"), OSError("the disk failed")])
-        rank = rank_of(lora)
-        data = RawBuffer(bytes(rank * _BYTES_OF_A_RANK))
-        return CheckedAdapter(rank, digest_of(lora), LoraWeights(Matrix((1, 3 * rank), "float32", data), ()))
+        return CheckedAdapter(rank_of(lora), digest_of(lora), weights_of(lora))

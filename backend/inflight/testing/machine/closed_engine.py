@@ -27,17 +27,19 @@ class FailingDevice(FakeEngine):
         batches: Iterations of the batches so far.
     """
 
-    def __init__(self, limits: EngineLimits, seconds_per_step: float, fails: Callable[[], bool]) -> None:
+    def __init__(
+        self, limits: EngineLimits, seconds_per_step: float, failure: Callable[[], Exception | None]
+    ) -> None:
         super().__init__(limits, seconds_per_step)
-        self._fails = fails
+        self._failure = failure
         self.must_die = self.has_died = False
         self.batches: list[int] = []  # iterations
 
     def forward(self, batch: ScheduledBatch) -> FakeLogits:
         """Compute a batch, or raise."""
         self.batches.append(batch.iteration)
-        if self._fails():
-            raise RuntimeError("the simulated device failed")
+        if (failure := self._failure()) is not None:
+            raise failure
         if self.must_die:
             self.has_died = True
             raise _LoopDies

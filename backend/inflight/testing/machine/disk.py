@@ -91,6 +91,8 @@ class Disk:
 
     def _write(self, number: int, content: memoryview) -> int:
         self._wait()
+        if self._machine.refuses_memory():
+            raise MemoryError
         if self.is_full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         written = bytearray(content[: self._some(len(content))])
@@ -131,11 +133,17 @@ class EngineBlocks:
         self._engine = engine
 
     def read(self, index: int, is_state: bool) -> NDArray[np.uint8]:
+        self._refuse_memory()
         return np.array(self._engine._cache[index], np.int64).view(np.uint8)
 
     def write(self, index: int, is_state: bool, content: NDArray[np.uint8]) -> None:
         self._machine.pause()
+        self._refuse_memory()
         if not self._engine._cache:
             self.was_used_late = True
             return
         self._engine._cache[index] = content.view(np.int64).tolist()
+
+    def _refuse_memory(self) -> None:
+        if self._machine.refuses_memory():
+            raise MemoryError

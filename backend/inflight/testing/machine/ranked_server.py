@@ -94,6 +94,8 @@ class RankedServer(WholeServer):
         self._ranks: list[Process] = []
         self._mains: list[Fiber] = []
 
+    _has_failing_devices = False  # the ranks would compute different batches
+
     def _has_adapters(self) -> bool:
         return False
 

@@ -15,6 +15,7 @@ import greenlet
 _SWITCHES = 0.15  # probability that another thread runs at a point where it may
 _LONG_PAUSES = 0.005  # probability that all others run there for up to _LONGEST_PAUSE_S
 _LONGEST_PAUSE_S = 0.5
+_REFUSALS = 0.3  # probability that an allocation is refused while the machine is short of memory
 _STEP_NS = 20_000  # largest time that passes between two switches
 _MOST_SWITCHES = 300_000
 
@@ -58,6 +59,7 @@ class Fiber:
         self.thread: object = None
         self.waits = 0  # counts waits, so that timers of earlier ones are ignored
         self.is_waiting = False
+        self.is_preempted = False  # it could run, but others run for a while
         self.timed_out = False
         self.greenlet = greenlet.greenlet(run, loop)
 
@@ -100,6 +102,8 @@ class Machine:
         wall_ns: Difference of the wall clock to the monotonic one; a fault may change it.
         failure: The first exception that ended a fiber, with its traceback.
         num_switches: How often a fiber was run.
+        is_short_of_memory: Whether some allocations are refused; a fault may change it.
+        when_all_wait: Called before the clock moves because no fiber can run.
     """
 
     def __init__(self, seed: int) -> None:
@@ -108,7 +112,8 @@ class Machine:
         self.wall_ns = 1_700_000_000 * 10**9
         self.failure: tuple[Fiber, BaseException, str] | None = None
         self.num_switches = 0
-        self.is_over = False
+        self.is_over = self.is_short_of_memory = False
+        self.when_all_wait: Callable[[], None] = lambda: None
         self.processes: list[Process] = []
         self.fibers: list[Fiber] = []
         self._numbers = itertools.count(1)
@@ -157,6 +162,12 @@ class Machine:
         process.is_stopped = True
         self.call_later(seconds, lambda: setattr(process, "is_stopped", False))
 
+    def is_amid_steps(self, process: Process) -> bool:
+        """Return whether a process is stopped, or one of its threads is preempted, perhaps inside a step."""
+        return process.is_stopped or any(
+            fiber.is_preempted for fiber in self.fibers if fiber.process is process
+        )
+
     # ---------------------------------------------------------------- for the current fiber
 
     @property
@@ -177,7 +188,10 @@ class Machine:
             return
         drawn = self.rng.random()
         if drawn < _LONG_PAUSES:
+            fiber = self._current
+            fiber.is_preempted = True
             self.sleep(self.rng.random() * _LONGEST_PAUSE_S)
+            fiber.is_preempted = False
         elif drawn < _SWITCHES:
             self._ready.append(self._current)
             self._main.switch()
@@ -206,6 +220,10 @@ class Machine:
 
     # ---------------------------------------------------------------- for everyone
 
+    def refuses_memory(self) -> bool:
+        """Return whether an allocation is refused now."""
+        return self.is_short_of_memory and self.rng.random() < _REFUSALS
+
     def wake(self, fiber: Fiber) -> None:
         """Let a waiting fiber go on."""
         if fiber.is_waiting and fiber.process.is_alive:
@@ -233,6 +251,7 @@ class Machine:
             if runnable:
                 self._run(self.rng.choice(runnable))
             elif self._timers:
+                self.when_all_wait()
                 self.now_ns = max(self.now_ns, self._timers[0][0])
             else:
                 raise Deadlock(f"nothing can run any more\n{self.stacks()}")

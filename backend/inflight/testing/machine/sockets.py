@@ -307,6 +307,8 @@ class Socket:
     def recv(self, count: int, flags: int = 0) -> bytes:
         stream = self._stream(self._in)
         self._machine.pause()
+        if flags & socket.MSG_WAITALL and self._machine.refuses_memory():
+            raise MemoryError
         waits_for_all = bool(flags & socket.MSG_WAITALL) and self._machine.rng.random() < 0.9
         received = stream.read(count)
         while len(received) < (count if waits_for_all else 1) and not stream.is_over and not self._is_shut:

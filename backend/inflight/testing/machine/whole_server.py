@@ -18,10 +18,11 @@ from dataclasses import dataclass, replace
 from unittest.mock import patch
 from zlib import crc32
 
-from inflight import build
+from inflight import batch_manager, build
 from inflight.adapters.commands import AdapterCommands
 from inflight.build import RunningEngine, build_engine
 from inflight.config import Parameters
+from inflight.core.request.adapter import LoraRequest
 from inflight.core.request.adapter_command import AdapterAction, AdapterCommand
 from inflight.core.request.handle import RequestHandle
 from inflight.core.request.request import Request
@@ -35,10 +36,11 @@ from inflight.testing.simulation.host_cache import NUM_TASKS
 from inflight.testing.simulation.scenario import draw
 
 from . import modules, rare_branches
-from .adapters import AdapterReader
+from .adapters import AdapterReader, weights_of
 from .answers import Ticket, check_ticket
 from .closed_engine import FailingDevice, check_closed
 from .disk import Disk, EngineBlocks
+from .invariants import check_waits, checked
 from .scheduler import Machine, Process
 from .sockets import Network
 from .threads import Lock
@@ -79,6 +81,8 @@ class WholeServer:
         most_faults: Only the first so many faults are caused; None: all.
     """
 
+    _has_failing_devices = True
+
     def __init__(self, seed: int, most_faults: int | None = None) -> None:
         scenario = draw(seed)
         self.machine = Machine(seed)
@@ -100,7 +104,7 @@ class WholeServer:
         self.tickets: list[Ticket] = []
         self.faults: Counter[str] = Counter()
         self._seed = seed
-        self._config = scenario.config
+        self._config = replace(scenario.config, max_num_requests=self.rng.choice([-1, -1, 3]))
         self._disk = (
             Disk(self.machine) if self._config.enable_kv_cache_reuse and self._saves_blocks() else None
         )
@@ -135,7 +139,9 @@ class WholeServer:
             rare_branches.chosen_by(self._seed),
             modules.on(machine, self.network, self._disk),
             patch.object(build, "make_adapters", make),
+            patch.object(batch_manager, "GptManager", checked(batch_manager.GptManager, machine)),
         ):
+            machine.when_all_wait = self._check_waits
             operator = machine.start_process("operator")
             machine.spawn(operator, self._operate, "operator")
             machine.run_until(self._is_done, _LONGEST_S)
@@ -231,7 +237,7 @@ class WholeServer:
         )
 
     def _load(self, parameters: Parameters, version_dir: str, rank_context: object) -> LoadedModel:
-        device = FailingDevice(self.limits, self._step_s, self._step_fails)
+        device = FailingDevice(self.limits, self._step_s, self._step_failure)
         self._devices.append(device)
         blocks = None if self._disk is None else EngineBlocks(self.machine, device, not self._host_bytes)
         self._memories += [] if blocks is None else [blocks]
@@ -242,12 +248,14 @@ class WholeServer:
     ) -> AdapterCommands | None:
         return None if self._adapters is None else self._adapters.make(notify)
 
-    def _step_fails(self) -> bool:
-        if self._chaos_is_over or self.rng.random() >= self._fails:
-            return False
+    def _step_failure(self) -> Exception | None:
+        """Return the error that the device raises now; None: it computes the batch."""
+        is_refused = self._has_failing_devices and self.machine.refuses_memory()
+        if self._chaos_is_over or not (is_refused or self.rng.random() < self._fails):
+            return None
         self.faults["failed iteration"] += 1
         self._failures_ns.append(self.machine.now_ns)
-        return True
+        return MemoryError() if is_refused else RuntimeError("the simulated device failed")
 
     def _start_front_end(self) -> None:
         """Start a front end with up to four users."""
@@ -281,7 +289,7 @@ class WholeServer:
         self._users_left[process] -= 1
 
     def _submit(self, client: SocketEngineClient) -> Ticket:
-        ticket = Ticket(self.rng.choice(self.requests), self.machine.now_ns)
+        ticket = Ticket(self._varied(self.rng.choice(self.requests)), self.machine.now_ns)
         self.tickets.append(ticket)
 
         def take(response: Response) -> None:
@@ -300,6 +308,14 @@ class WholeServer:
             self.machine.sleep(self.rng.random() * self.rng.choice([0.0, 0.1, 3.0]))
             self._stop(ticket, handle)
         return ticket
+
+    def _varied(self, request: Request) -> Request:
+        """Return a request that perhaps has its adapter's weights with it, and perhaps is the first of several
+        rounds."""
+        lora = request.lora
+        if lora is not None and self.rng.random() < 0.3:
+            lora = replace(lora, weights=weights_of(lora))
+        return replace(request, lora=lora, may_be_continued=self.rng.random() < 0.1)
 
     def _stop(self, ticket: Ticket, handle: RequestHandle) -> None:
         sampling = ticket.request.sampling
@@ -355,6 +371,12 @@ class WholeServer:
             self._disk.is_full = True
             self.machine.sleep(self.rng.random() * 10)
             self._disk.is_full = False
+
+    def _refuse_memory(self) -> None:
+        """Let some allocations be refused for a while, in all processes."""
+        self.machine.is_short_of_memory = True
+        self.machine.sleep(self.rng.random() * self.rng.choice([0.5, 10.0]))
+        self.machine.is_short_of_memory = False
 
     def _cause(self, kind: str) -> None:
         self.faults[kind] += 1
@@ -482,7 +504,8 @@ class WholeServer:
     def _check_error(self, ticket: Ticket, error: InflightError) -> None:
         if isinstance(error, Unavailable):
             is_full = self._config.max_queue_size and "queue" in str(error)
-            is_full = is_full or (ticket.request.lora is not None and "PEFT Cache is full" in str(error))
+            has_adapter, said = ticket.request.lora is not None, str(error)
+            is_full = is_full or (has_adapter and ("PEFT Cache is full" in said or "to be stored" in said))
             assert is_full or self._was_disturbed(ticket.submitted_ns, ticket.answered_ns), (
                 f"refused without a fault: {error}"
             )
@@ -497,9 +520,16 @@ class WholeServer:
         """Whether the adapter of a request could not be read while the request was unanswered."""
         failures = [] if self._adapters is None else self._adapters.failures
         return any(
-            lora == ticket.request.lora and ticket.submitted_ns <= at <= ticket.answered_ns
+            _names_of(lora) == _names_of(ticket.request.lora)
+            and ticket.submitted_ns <= at <= ticket.answered_ns
             for at, lora in failures
         )
+
+    def _check_waits(self) -> None:
+        """Check that no thread of the engine waits for something that has happened. No thread can run now."""
+        engine, process = self._engine, self._engine_process
+        if engine is not None and process is not None and not self.machine.is_amid_steps(process):
+            check_waits(engine)
 
     def _check_threads(self) -> None:
         """Check that the engine's threads have ended."""
@@ -523,6 +553,10 @@ class WholeServer:
         return "no result" if result is None else result.finish_reasons[0].name
 
 
+def _names_of(lora: LoraRequest | None) -> LoraRequest | None:
+    return None if lora is None else replace(lora, weights=None)
+
+
 FAULTS: dict[str, Callable[[WholeServer], None]] = {
     "engine killed": lambda server: server._kill_engine(),
     "engine stopped": lambda server: server._stop_engine(),
@@ -533,6 +567,7 @@ FAULTS: dict[str, Callable[[WholeServer], None]] = {
     "connection cut": lambda server: server._cut(),
     "clock set": lambda server: server._set_clock(),
     "disk full": lambda server: server._fill_disk(),
+    "memory refused": lambda server: server._refuse_memory(),
 }
 """The faults that an operator causes, by name."""
 

@@ -1,0 +1,401 @@
+"""A whole server whose front ends are Triton's: requests and responses are tensors, as Triton's stub passes them.
+
+Each front end is a process with the real `triton.front_end.FrontEnd`: sender, cancellation watcher and the
+endpoint's client. Its response senders block, fail, and report clients that are gone, as Triton's do. What the
+front end submits is checked as in `whole_server`; what its clients get is compared with that.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import patch
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inflight.config import Parameters
+from inflight.core.ports import EngineClient, SendResponseCallback
+from inflight.core.request.handle import RequestHandle
+from inflight.core.request.request import Request
+from inflight.core.request.response import Response, merge_responses
+from inflight.core.request.stop import StopReason
+from inflight.endpoint.client import SocketEngineClient
+from inflight.errors import ConfigError, InflightError
+from inflight.serving import sender as sender_module
+from inflight.serving.completion_text import TokenizerFinder
+from inflight.text.tokenizer import Tokenizer
+from inflight.triton import cancellation
+from inflight.triton.front_end import FrontEnd
+from inflight.triton.host import ModelArgs
+
+from .answers import Ticket
+from .scheduler import Machine, Process
+from .threads import SimpleQueue
+from .whole_server import PATH, RunReport, WholeServer
+
+_FINAL = 1
+_OUTPUTS = ("output_ids", "sequence_length", "finish_reason")
+_UNLOADED_S = 60.0
+_NOTICED_NS = 20 * 10**9
+
+
+class _Tensor:
+    """A named array, with the methods of Triton's class."""
+
+    def __init__(self, name: str, array: NDArray[Any]) -> None:
+        self._name, self._array = name, array
+
+    def name(self) -> str:
+        return self._name
+
+    def as_numpy(self) -> NDArray[Any]:
+        return self._array
+
+
+class _TritonError(Exception):
+    """An error with one of Triton's codes, which are strings here."""
+
+    INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE = "INTERNAL", "NOT_FOUND", "INVALID_ARG", "UNAVAILABLE"
+    UNSUPPORTED, ALREADY_EXISTS, CANCELLED = "UNSUPPORTED", "ALREADY_EXISTS", "CANCELLED"
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass
+class _Response:
+    output_tensors: Callable[[], list[_Tensor]]
+    error: _TritonError | None
+
+
+def _make_response(output_tensors: Iterable[_Tensor] = (), error: _TritonError | None = None) -> _Response:
+    tensors = list(output_tensors)
+    return _Response(lambda: tensors, error)
+
+
+_PB_UTILS = SimpleNamespace(
+    TRITONSERVER_RESPONSE_COMPLETE_FINAL=_FINAL,
+    Tensor=_Tensor,
+    TritonError=_TritonError,
+    InferenceResponse=_make_response,
+)
+"""The part of `triton_python_backend_utils` that a front end uses."""
+
+
+@dataclass(eq=False)
+class Ask:
+    """A request of Triton's client: Triton's request and its response sender in one object.
+
+    Attributes:
+        machine: The machine.
+        name: The client's request id, unique in a run.
+        tensors: The inputs.
+        process: The front end.
+        begun_ns: When the client sent it.
+        is_slow: Whether sending sometimes takes long.
+        failures: Probability that sending a response fails.
+        gone_ns: When the client has cancelled; 0: it has not.
+        was_taken: Whether the front end has been given it.
+        sent: The responses, in order.
+        num_failed: How many responses could not be sent.
+        has_ended: Whether the final flag was sent.
+        ended_ns: When the final flag was sent; 0: not yet.
+        misuse: Description of what the front end did after the final flag, when Triton has freed the request; "":
+            nothing.
+        ticket: The request that the front end submitted for it, with the engine's responses; None: none.
+    """
+
+    machine: Machine
+    name: str
+    tensors: Mapping[str, NDArray[Any]]
+    process: Process
+    begun_ns: int
+    is_slow: bool
+    failures: float
+    gone_ns: int = 0
+    was_taken: bool = False
+    sent: list[_Response] = field(default_factory=list[_Response])
+    num_failed: int = 0
+    has_ended: bool = False
+    ended_ns: int = 0
+    misuse: str = ""
+    ticket: Ticket | None = None
+
+    # ---------------------------------------------------------------- as Triton's request
+
+    def inputs(self) -> list[_Tensor]:
+        return [_Tensor(name, array) for name, array in self.tensors.items()]
+
+    def request_id(self) -> str:
+        return self.name
+
+    def parameters(self) -> str:
+        return "{}"
+
+    def timeout(self) -> int:
+        return 0
+
+    def requested_output_names(self) -> tuple[str, ...]:
+        return _OUTPUTS
+
+    def get_response_sender(self) -> Ask:
+        return self
+
+    # ---------------------------------------------------------------- as its response sender
+
+    def send(self, response: _Response | None = None, flags: int = 0) -> None:
+        if self.has_ended:
+            self.misuse = "sent a response"
+            return
+        rng = self.machine.rng
+        self.machine.pause()
+        if self.is_slow and rng.random() < 0.3:
+            self.machine.sleep(rng.random())
+        if response is not None and rng.random() < self.failures:
+            self.num_failed += 1
+            raise RuntimeError("Triton has no memory for a response")
+        if response is not None:
+            self.sent.append(response)
+        if flags & _FINAL:
+            self.has_ended, self.ended_ns = True, self.machine.now_ns
+
+    def is_cancelled(self) -> bool:
+        if self.has_ended:
+            self.misuse = "asked whether its client is gone"
+        self.machine.pause()
+        return bool(self.gone_ns)
+
+
+class _RecordingClient:
+    """An engine client that notes what a front end submits and stops, and the engine's responses."""
+
+    def __init__(self, server: ServerForTriton, client: SocketEngineClient) -> None:
+        self._server, self._client = server, client
+        self.describe, self.close = client.describe, client.close
+        self.add_outbox = client.add_outbox
+
+    def submit(self, request: Request, on_response: SendResponseCallback) -> RequestHandle:
+        machine = self._server.machine
+        ticket = Ticket(request, machine.now_ns)
+        self._server.tickets.append(ticket)
+        assert request.origin is not None
+        self._server.asks[request.origin.request_id].ticket = ticket
+
+        def take(response: Response) -> None:
+            ticket.responses.append(response)
+            if response.is_final:
+                ticket.answered_ns = machine.now_ns
+            on_response(response)
+
+        try:
+            handle = self._client.submit(request, take)
+        except InflightError as error:
+            ticket.refusal, ticket.answered_ns = error, machine.now_ns
+            raise
+
+        def stop(request_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
+            ticket.stops.append((reason, sequence_index))
+            handle.stop(reason, sequence_index)
+
+        return RequestHandle(handle.request_id, stop)
+
+
+class ServerForTriton(WholeServer):
+    """One run of a server with Triton's front ends."""
+
+    def __init__(self, seed: int, most_faults: int | None = None) -> None:
+        super().__init__(seed, most_faults)
+        self.asks: dict[str, Ask] = {}
+        self._names = count(1)
+        self._stubs: dict[Process, tuple[FrontEnd, SimpleQueue[list[Ask] | None]]] = {}
+        self._send_failures = self.rng.choice([0.0, 0.0, 0.1])
+
+    def _run(self) -> RunReport:
+        with ExitStack() as stack:
+            for module in (sender_module, cancellation):
+                stack.enter_context(patch.object(module, "lower_priority", lambda: None))
+            return super()._run()
+
+    def _has_adapters(self) -> bool:
+        return False
+
+    def _is_idle(self) -> bool:
+        alive = [front_end for process, (front_end, _) in self._stubs.items() if process.is_alive]
+        return super()._is_idle() and not any(
+            each._in_flight._entries or each._in_flight._by_client_request_id or each._budget._reserved
+            for each in alive
+        )
+
+    # ---------------------------------------------------------------- front ends and their clients
+
+    def _start_front_end(self) -> None:
+        """Start a model's process with a front end and up to four clients."""
+        process = self.machine.start_process("front end")
+        self._front_ends.append(process)
+        num_users = self._users_left[process] = self.rng.randint(1, 4)
+        decoupled = self.rng.random() < 0.7
+        asks = SimpleQueue[list[Ask] | None](self.machine)
+
+        def be_model() -> None:
+            client = _RecordingClient(self, SocketEngineClient(PATH))
+            front_end = FrontEnd(
+                _PB_UTILS,
+                cast(EngineClient, client),
+                client.close,
+                ModelArgs("model", Path("model", "1"), decoupled, Parameters(), {}),
+                TokenizerFinder(None, _no_tokenizer),
+            )
+            self._stubs[process] = front_end, asks
+            for _ in range(num_users):
+                self.machine.spawn(process, lambda: self._ask_for_answers(process, asks, decoupled), "client")
+            while (batch := asks.get()) is not None:
+                for ask in batch:
+                    ask.was_taken = True
+                front_end.execute(batch)
+            front_end.close()
+            self._check_closed_front_end(process, front_end)
+
+        self.machine.spawn(process, be_model, "main")
+
+    def _check_closed_front_end(self, process: Process, front_end: FrontEnd) -> None:
+        mine = [ask for ask in self.asks.values() if ask.process is process and ask.was_taken]
+        assert all(ask.has_ended for ask in mine), "a request is not answered after the end of its front end"
+        assert not front_end._in_flight._by_engine_id or not any(ask.ticket for ask in mine)
+
+    def _ask_for_answers(
+        self, process: Process, asks: SimpleQueue[list[Ask] | None], decoupled: bool
+    ) -> None:
+        """Send some requests, some of them together, cancel or stop a few, and wait for all answers."""
+        mine: list[Ask] = []
+        for _ in range(self.rng.randint(1, 4)):
+            self.machine.sleep(self.rng.random() * self.rng.choice([0.01, 1.0, 5.0]))
+            batch = [self._make_ask(process, decoupled) for _ in range(self.rng.choice([1, 1, 3]))]
+            mine += batch
+            asks.put(batch)
+            if self.rng.random() < 0.4:
+                self.machine.sleep(self.rng.random() * self.rng.choice([0.0, 0.1, 3.0]))
+                self._end_early(self.rng.choice(batch), asks)
+        while not all(ask.has_ended for ask in mine):
+            self.machine.sleep(0.2)
+        self._users_left[process] -= 1
+
+    def _make_ask(self, process: Process, decoupled: bool) -> Ask:
+        limits, rng = self.limits, self.rng
+        room = min(limits.max_sequence_length, limits.num_blocks * limits.tokens_per_block) - 1
+        num_tokens = rng.randint(1, max(1, min(8, room // 2)))
+        prompt = [rng.randrange(limits.vocab_size) for _ in range(rng.randint(1, max(1, min(8, room // 2))))]
+        tensors: dict[str, NDArray[Any]] = {
+            "input_ids": np.array([prompt], np.int32),
+            "request_output_len": np.array([num_tokens], np.int32),
+            "end_id": np.array([rng.randrange(limits.vocab_size)], np.int32),
+            "random_seed": np.array([rng.randrange(100)], np.uint64),
+            "runtime_top_k": np.array([rng.randint(1, 4)], np.int32),
+            "exclude_input_in_output": np.array([True]),
+            "streaming": np.array([decoupled and rng.random() < 0.7]),
+        }
+        name = f"request {next(self._names)}"
+        ask = self.asks[name] = Ask(
+            self.machine,
+            name,
+            tensors,
+            process,
+            self.machine.now_ns,
+            self._has_slow_readers,
+            self._send_failures,
+        )
+        return ask
+
+    def _end_early(self, ask: Ask, asks: SimpleQueue[list[Ask] | None]) -> None:
+        """Cancel a request as its client, or send a stop request for it."""
+        if self.rng.random() < 0.5:
+            ask.gone_ns = self.machine.now_ns
+            return
+        stop = Ask(self.machine, ask.name, {"stop": np.array([True])}, ask.process, ask.begun_ns, False, 0.0)
+        asks.put([stop])
+
+    def _kill_front_end(self) -> None:
+        """Kill a front end, or unload its model in order."""
+        process = self.rng.choice(self._front_ends)
+        if not process.is_alive:
+            return
+        stub = self._stubs.get(process)
+        if stub is not None and self.rng.random() < 0.5:
+            stub[1].put(None)
+            main = next(fiber for fiber in self.machine.fibers if fiber.process is process)
+            end_ns = self.machine.now_ns + int(_UNLOADED_S * 1e9)
+            while not main.has_ended and self.machine.now_ns < end_ns:
+                self.machine.sleep(0.1)
+            assert main.has_ended, "a front end does not end"
+        self.machine.kill(process)
+        del self._users_left[process]
+        self._start_front_end()
+
+    # ---------------------------------------------------------------- promises
+
+    def _check_answers(self) -> None:
+        super()._check_answers()
+        for ask in self.asks.values():
+            assert not ask.misuse, f"a front end {ask.misuse} after the final flag"
+            if ask.has_ended:
+                self._check_ask(ask)
+            else:
+                assert not ask.process.is_alive, "a request is not answered"
+
+    def _check_ask(self, ask: Ask) -> None:
+        if ask.gone_ns and ask.ended_ns > ask.gone_ns + _NOTICED_NS and ask.ticket is not None:
+            is_noticed = ask.ticket.stops or self._has_slow_readers
+            assert is_noticed or self._was_disturbed(ask.begun_ns, ask.ended_ns), (
+                "a cancellation is not noticed"
+            )
+        errors = [each.error for each in ask.sent if each.error is not None]
+        if errors:
+            assert len(errors) == 1 and ask.sent[-1].error is errors[0], "an error is not the last response"
+            self._check_error_of(ask, errors[0])
+        elif ask.ticket is None or not ask.ticket.is_answered or ask.num_failed:
+            assert ask.num_failed, "a request ended without a response of the engine"
+            return
+        if ask.ticket is None or ask.num_failed:
+            return
+        got = [token for each in ask.sent if each.error is None for token in _tokens_of(each)]
+        results = [each for each in ask.ticket.responses if each.result is not None]
+        whole = merge_responses(results).result if results else None
+        made = [] if whole is None else list(whole.output_token_ids[0][-whole.num_output_tokens[0] :])
+        made = made if whole is not None and whole.num_output_tokens[0] else []
+        assert got == made[: len(got)] and (errors or got == made), f"tokens {got}, the engine made {made}"
+
+    def _check_error_of(self, ask: Ask, error: _TritonError) -> None:
+        ticket = ask.ticket
+        of_engine = None if ticket is None else ticket.refusal
+        if ticket is not None and ticket.responses:
+            of_engine = ticket.responses[-1].error
+        if error.code == "CANCELLED":
+            assert ask.gone_ns, "a request ends as cancelled although nobody cancelled it"
+        elif error.code == "UNAVAILABLE":
+            is_unloaded = "unloaded" in str(error) and not ask.process.is_alive
+            assert is_unloaded or of_engine or self._was_disturbed(ask.begun_ns, ask.ended_ns), error
+        else:
+            assert ask.num_failed or (of_engine and of_engine.code == error.code), error
+
+
+def _no_tokenizer(folder: str) -> Tokenizer:
+    raise ConfigError("there is no tokenizer on the machine")
+
+
+def _tokens_of(response: _Response) -> list[int]:
+    arrays = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
+    (length,) = arrays["sequence_length"].ravel().tolist()
+    return arrays["output_ids"].ravel().tolist()[:length]
+
+
+def run(seed: int) -> RunReport:
+    """Run a server with Triton's front ends; raises AssertionError if a promise was broken."""
+    return ServerForTriton(seed).run()
