@@ -415,6 +415,8 @@ def test_dtype_and_torch_dtype_state_the_dtype_and_auto_states_none(
         ),
         ({**GPT2, "hidden_size": 64}, "key 'hidden_size' is 64, expected 32 like n_embd"),
         ({**GPT2, "n_embd": 33}, "hidden size 33 is not a multiple of 4 heads"),
+        ({**GPT2, "n_embd": 2}, "key 'n_head' is 4, expected at most the hidden size, 2"),
+        ({**LLAMA, "hidden_size": 2}, "key 'num_attention_heads' is 4, expected at most the hidden size, 2"),
     ],
 )
 def test_errors_name_file_key_value_and_what_was_expected(

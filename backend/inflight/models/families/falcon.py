@@ -12,6 +12,7 @@ from inflight.models.families.family import (
     MlpNames,
     NormNames,
     WeightNames,
+    derived_head_dim,
     read_activation,
     read_longest,
     read_positions,
@@ -78,15 +79,13 @@ def _read_falcon(config: ConfigFile) -> DecoderConfig:
     in parallel or one after the other."""
     hidden_size = read_size(config, "hidden_size", "n_embed")
     num_heads = config.positive_int("num_attention_heads")
-    if hidden_size % num_heads:
-        raise config.error("num_attention_heads", f"a divisor of hidden_size, {hidden_size}")
     num_layers = config.positive_int("num_hidden_layers")
     bias, is_parallel = config.boolean("bias", False), _flag(config, "parallel_attn", True)
     if not is_parallel and _flag(config, "new_decoder_architecture", False):
         raise config.error("parallel_attn", "true with new_decoder_architecture")
     rope = alibi = None
     if config.boolean("alibi", False):
-        scale = (hidden_size // num_heads) ** -0.5
+        scale = derived_head_dim(config, hidden_size, num_heads) ** -0.5
         alibi = Alibi(alibi_slopes(num_heads), scale, is_rounded=True)
     else:
         rope = read_rope(config, read_positions(config))

@@ -486,11 +486,20 @@ def read_longest(config: ConfigFile) -> int:
     return longest
 
 
+def derived_head_dim(config: ConfigFile, hidden_size: int, num_heads: int) -> int:
+    """Return the width of a head if no key says it; raise ConfigError if there are more heads than columns."""
+    if num_heads > hidden_size:
+        key = next(filter(config.has, ("n_head", "n_heads", "num_heads")), "num_attention_heads")
+        raise config.error(key, f"at most the hidden size, {hidden_size}")
+    return hidden_size // num_heads
+
+
 def read_head_dim(config: ConfigFile, default: int) -> int:
     """Return the width of a head: `default` if the key is absent; hidden_size over num_attention_heads if it is
     null."""
     if "head_dim" in config.values and config.value("head_dim") is None:
-        return config.positive_int("hidden_size") // config.positive_int("num_attention_heads")
+        num_heads = config.positive_int("num_attention_heads")
+        return derived_head_dim(config, config.positive_int("hidden_size"), num_heads)
     return config.int_or_none("head_dim") or default
 
 
