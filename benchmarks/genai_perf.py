@@ -166,14 +166,17 @@ def _environment() -> Iterator[dict[str, str]]:
 
 
 def make_prompts(tokenizer: Tokenizer, count: int, num_output_tokens: int) -> dict[BenchRequest, str]:
-    """Return distinct texts of common words, with as many tokens as the prompts of `scripts/bench serve`.
+    """Return texts of common words, each about as many tokens long as a prompt of `scripts/bench serve`.
 
     The keys are requests with the texts' token ids.
     """
     numbers = random.Random(_SEED)
     prompts: dict[BenchRequest, str] = {}
     for drawn in draw("w", 1000, count):
-        text = " ".join(numbers.choices(_WORDS, k=len(drawn.prompt)))
+        words = numbers.choices(_WORDS, k=len(drawn.prompt))
+        # A small vocabulary has several tokens for a word, so fewer words make up the length.
+        num_tokens = len(tokenizer.encode(" ".join(words)))
+        text = " ".join(words[: max(1, len(words) * len(drawn.prompt) // num_tokens)])
         prompts[BenchRequest(tuple(tokenizer.encode(text)), num_output_tokens)] = text
     return prompts
 

@@ -24,7 +24,8 @@ from benchmarks.load_testing.comparison import (
 from benchmarks.load_testing.environment import find_program, require_program
 from benchmarks.load_testing.exports import read_aiperf, read_genai_perf
 from benchmarks.measuring.report import Timeline
-from benchmarks.measuring.workload import BenchRequest
+from benchmarks.measuring.workload import BenchRequest, draw
+from inflight.models import read_model_description
 from inflight.server.client_apis import ClientApis
 from inflight.server.errors import ServeError
 from inflight.server.launch import ServerOptions, TritonServer, serve
@@ -124,6 +125,18 @@ def test_an_error_in_a_stream_is_reported():
     text = json.dumps({"experiments": [{"requests": [record]}]})
     with pytest.raises(ServeError, match="the queue is full"):
         read_genai_perf(text, {"a": BenchRequest((1,), 8)})
+
+
+@pytest.mark.smoke
+def test_genai_perfs_default_prompts_fit_the_demo_model():
+    given = parser("genai-perf", "What it is for.").parse_args(["--model", str(DEMO)])
+    count = num_requests(given.requests, max(given.streams))
+    prompts = make_prompts(Tokenizer.from_dir(DEMO), count, 64)
+    assert len(prompts) == len(set(prompts.values())) == 256
+    longest = read_model_description(DEMO).decoder.max_positions
+    assert max(request.num_tokens for request in prompts) < longest
+    for request, drawn in zip(prompts, draw("w", 1000, count), strict=True):
+        assert len(request.prompt) == pytest.approx(len(drawn.prompt), rel=0.25)
 
 
 @pytest.mark.smoke

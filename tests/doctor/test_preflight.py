@@ -297,11 +297,15 @@ def test_a_folder_for_kv_blocks_that_cannot_be_used(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_a_folder_for_kv_blocks_that_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    access = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path and access(path, mode))
-    found = problem(DEMO_MODEL, kv_cache_dir=tmp_path)
-    assert found == f"--kv-cache-dir {tmp_path}: {tmp_path} is not writable"
+def test_a_folder_for_kv_blocks_in_which_no_file_can_be_made() -> None:
+    # In /proc not even root can make a file.
+    wanted = "--kv-cache-dir /proc/kv/blocks: no file can be made in /proc: "
+    assert problem(DEMO_MODEL, kv_cache_dir=Path("/proc/kv/blocks")).startswith(wanted)
+
+
+def test_a_folder_for_kv_blocks_of_another_machine_is_not_looked_at(tmp_path: Path) -> None:
+    wanted = Wanted(DEMO_MODEL, kv_cache_dir=Path("/proc/kv"))
+    assert not list(preflight.problems(ServerOptions(wanted=wanted, write_repository=tmp_path / "models")))
 
 
 def test_settings_with_which_kv_blocks_are_not_saved(tmp_path: Path) -> None:

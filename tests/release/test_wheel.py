@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,12 @@ class Installation:
 @pytest.fixture(scope="module")
 def installation(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installation:
     return Installation(wheel, tmp_path_factory.mktemp("installation"))
+
+
+def test_the_client_has_a_wheel_of_its_own(wheel: Path) -> None:
+    (client,) = wheel.parent.glob("inflight_client-*-py3-none-any.whl")
+    with zipfile.ZipFile(client) as files:
+        assert {"inflight_client/__init__.py", "inflight_client/__main__.py"} <= set(files.namelist())
 
 
 def test_wheel_has_a_manylinux_tag(wheel: Path) -> None:

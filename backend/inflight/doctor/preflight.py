@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -206,13 +205,17 @@ def _saved_blocks(options: ServerOptions, folder: str | None) -> str | None:
     if folder is None:
         given = options.wanted.kv_cache_disk_bytes is not None
         return "--kv-cache-disk limits the files in --kv-cache-dir, which is missing" if given else None
+    if options.write_repository is not None:
+        return None  # the folder may be one of another machine
     existing = Path(folder)
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
     if not existing.is_dir():
         return f"--kv-cache-dir {folder}: {existing} is not a folder"
-    if not os.access(existing, os.W_OK | os.X_OK):
-        return f"--kv-cache-dir {folder}: {existing} is not writable"
+    try:
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        return f"--kv-cache-dir {folder}: no file can be made in {existing}: {error.strerror}"
     return None
 
 
