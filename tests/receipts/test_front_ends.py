@@ -188,6 +188,18 @@ def test_the_actual_seed_is_in_the_receipt(client: openai.OpenAI) -> None:
     assert again.choices[0].text == answer.choices[0].text
 
 
+def test_equal_requests_with_a_seed_have_equal_receipts(client: openai.OpenAI) -> None:
+    seeded, unseeded = (
+        [client.completions.create(**{**ASKED, "seed": seed}, extra_body=RECEIPT) for _ in range(2)]
+        for seed in (3, None)
+    )
+    one, other = ((answer.model_extra or {})["receipt"] for answer in seeded)
+    assert one == other
+    one, other = ((answer.model_extra or {})["receipt"]["request"] for answer in unseeded)
+    assert one["sampling"].pop("random_seed") != other["sampling"].pop("random_seed")
+    assert one == other
+
+
 @pytest.mark.parametrize("usage", [False, True])
 def test_the_last_chunk_has_the_receipt(client: openai.OpenAI, usage: bool) -> None:
     whole = client.completions.create(**ASKED, extra_body=RECEIPT)
