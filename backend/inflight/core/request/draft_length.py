@@ -11,7 +11,7 @@ _FIRST_LENGTH = 2
 _REMEMBERED = 8
 """Number of draft tokens after which the share of accepted ones has changed to theirs."""
 
-_LARGEST_LOSS = 4.0
+_LARGEST_LOSS = 2.5
 """The drafts of a sequence end for good when they have cost as much more time than they saved as this many tokens
 take."""
 
