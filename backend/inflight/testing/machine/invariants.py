@@ -174,7 +174,7 @@ def check_store(block_store: HostBlockStore) -> None:
             f"{in_host} bytes in host memory, counted {block_store._host_bytes}, "
             f"at most {block_store._max_host_bytes}"
         )
-        largest = max(block_store._memory.block_bytes, block_store._memory.state_bytes)
+        largest = max(buffer.size for buffer in block_store._buffers.values())
         queued = sum(save.content.size for save in _items(block_store._saves) if save is not None)
         written = block_store._waiting_bytes - queued  # of the block that is being written
         assert 0 <= written <= largest, (
