@@ -123,9 +123,9 @@ def test_an_accepted_token_ends_the_longer_pauses():
     assert length.tokens == 1
 
 
-def test_drafts_are_over_once_they_have_cost_the_time_of_four_tokens_more_than_they_saved():
+def test_drafts_are_over_once_they_have_cost_the_time_of_a_few_tokens_more_than_they_saved():
     length = DraftLength(4)
-    length.spend(3.5)
+    length.spend(2.0)
     assert not length.is_over
     length.verified(2, 1)
     length.spend(1.25)

@@ -62,9 +62,9 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
         "def _read": "is a part of the package; tests/docs/test_models_page.py compares them",
     },
     "docs/openai.md": {
-        "inflight serve --model Qwen": "downloads a model",
+        "scripts/serve --model Qwen": "downloads a model",
         "found = client.embeddings": "needs that model; test_embeddings.py has a small one",
-        "inflight serve --model /path/to/classifier": "needs such a model",
+        "scripts/serve --model /path/to/classifier": "needs such a model",
         "curl localhost:9000/v1/classify": "needs that model; test_classify.py has small ones",
         "curl localhost:9000/v1/rerank": "needs that model; tests/openai_endpoint/test_rerank.py has a small one",
     },
