@@ -8,6 +8,7 @@ is an error. `scripts/train_draft_head` trains a head for the demo model.
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import statistics
@@ -109,7 +110,7 @@ def measure(
     return rows
 
 
-def main() -> None:
+def _read_arguments() -> argparse.Namespace:
     parser = new_parser("draft_head", __doc__)
     parser.add_argument("--draft-model", required=True, help="folder of the EAGLE-3 head")
     parser.add_argument("--model", default=str(_DEMO_MODEL), help="checkpoint folder with a tokenizer")
@@ -125,7 +126,11 @@ def main() -> None:
     parser.add_argument(
         "--ignore-cost", action="store_true", help="draft even where the head cannot save time"
     )
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = _read_arguments()
 
     def load(head: str | None) -> ModelEngine:
         engine = load_engine(

@@ -74,9 +74,8 @@ def make_block_store(
         settings = versions() | given_parameters(parameters) | asdict(model.code)
         settings |= {"dtype": model.dtype, "sizes": (memory.block_bytes, memory.state_bytes)}
         folders = model_folders(parameters, native(model.model_path))
-        if (
-            head := parameters.engine.draft_head_dir
-        ) is not None:  # its keys and values are in the blocks too
+        head = parameters.engine.draft_head_dir
+        if head is not None:  # its keys and values, or hidden states, are in the blocks too
             folders |= {"speculative_model_dir/": Path(native(head))}
         identity = cache_identity(folders, settings)
         files = BlockFiles(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from inflight.adapters.cache import HostAdapterCache
@@ -103,9 +104,13 @@ def test_closing_answers_the_remaining_requests():
     assert receiver.responses[-1].error.code == "UNAVAILABLE"
 
 
-def test_a_request_that_ends_while_it_waits_for_its_adapter_is_forgotten_without_another_request():
+@contextmanager
+def awaiting_adapters(
+    config: SchedulingConfig,
+) -> Iterator[tuple[LocalEngineClient, Scheduler, HostAdapterCache]]:
+    """Serve requests whose adapters are not read before the end."""
     limits = replace(LIMITS, num_adapter_pages=4, adapter_page_rank=8, max_adapter_rank=8)
-    scheduler, may_read = Scheduler(SchedulingConfig(), limits), threading.Event()
+    scheduler, may_read = Scheduler(config, limits), threading.Event()
 
     def read(lora: LoraRequest) -> CheckedAdapter:
         assert may_read.wait(60)
@@ -121,44 +126,32 @@ def test_a_request_that_ends_while_it_waits_for_its_adapter_is_forgotten_without
         client.poll_stop_signals,
         adapters=cache,
     )
-    receiver = Receiver()
-    handle = client.submit(Request(0, (1, 2), 5, lora=LoraRequest(1)), receiver)
-    wait_until(lambda: [each.users for each in cache.list_adapters()] == [1])
-    handle.stop()
-    assert receiver.done.wait(60)
-    wait_until(lambda: [each.users for each in cache.list_adapters()] == [0])
+    yield client, scheduler, cache
     may_read.set()
     assert manager.shutdown()
     cache.close()
+
+
+def test_a_request_that_ends_while_it_waits_for_its_adapter_is_forgotten_without_another_request():
+    with awaiting_adapters(SchedulingConfig()) as (client, _, cache):
+        receiver = Receiver()
+        handle = client.submit(Request(0, (1, 2), 5, lora=LoraRequest(1)), receiver)
+        wait_until(lambda: [each.users for each in cache.list_adapters()] == [1])
+        handle.stop()
+        assert receiver.done.wait(60)
+        wait_until(lambda: [each.users for each in cache.list_adapters()] == [0])
 
 
 def test_a_request_for_which_there_was_no_room_starts_when_another_ends_though_the_rest_wait_for_adapters():
-    limits = replace(LIMITS, num_adapter_pages=4, adapter_page_rank=8, max_adapter_rank=8)
-    scheduler, may_read = Scheduler(SchedulingConfig(max_num_requests=2), limits), threading.Event()
-
-    def read(lora: LoraRequest) -> CheckedAdapter:
-        assert may_read.wait(60)
-        raise BadAdapter("no such adapter")
-
-    client = LocalEngineClient(EngineDescription(limits), lambda: manager.notify())
-    cache = HostAdapterCache(read, 100, lambda: manager.notify())
-    manager = GptManager(
-        FakeEngine(limits),
-        scheduler,
-        client.get_inference_requests,
-        client.send_response,
-        client.poll_stop_signals,
-        adapters=cache,
-    )
-    handles = [client.submit(Request(0, (1, 2), 5, lora=LoraRequest(task)), Receiver()) for task in (1, 2)]
-    wait_until(lambda: scheduler.num_active == 2)
-    receiver = Receiver()
-    client.submit(Request(0, (1, 2), 5), receiver)
-    handles[0].stop()
-    assert receiver.done.wait(60), "a request waits although there is room"
-    may_read.set()
-    assert manager.shutdown()
-    cache.close()
+    with awaiting_adapters(SchedulingConfig(max_num_requests=2)) as (client, scheduler, _):
+        handles = [
+            client.submit(Request(0, (1, 2), 5, lora=LoraRequest(task)), Receiver()) for task in (1, 2)
+        ]
+        wait_until(lambda: scheduler.num_active == 2)
+        receiver = Receiver()
+        client.submit(Request(0, (1, 2), 5), receiver)
+        handles[0].stop()
+        assert receiver.done.wait(60), "a request waits although there is room"
 
 
 def wait_until(is_true: Callable[[], bool]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +17,8 @@ from inflight.core.schedule.batch import ScheduledBatch
 from inflight.engine.engine import ModelEngine
 from inflight.engine.kv_cache import KvCache
 from tests.engine.kernels import needs_native
-from tests.engine.serving import config_of, load, serve
+from tests.engine.lora import make_adapter, stored
+from tests.engine.serving import Served, config_of, load, serve
 from tests.models.zoo import ZooModel
 
 METRICS = OutputOptions(return_perf_metrics=True)
@@ -102,6 +104,44 @@ def requests_of_all_kinds(model: ZooModel) -> list[Request]:
         replace(first, request_id=9, sampling=SamplingConfig(repetition_penalty=1.3), end_ids=(tokens[12],)),
         replace(first, request_id=10, input_token_ids=model.prompt(1)),
     ]
+
+
+def check_results_of_all_kinds(
+    model: ZooModel,
+    load_model: Callable[[bool], ModelEngine],
+    with_head: Callable[[str, int], SchedulingConfig],
+) -> None:
+    """Check that requests of all kinds have the same results with and without guesses.
+
+    Args:
+        model: The model, whose head is mostly right.
+        load_model: Loads it with its head, or without.
+        with_head: Returns the configuration of one of WAYS, with drafts of up to so many tokens.
+    """
+    requests = requests_of_all_kinds(model)
+    adapters = {6: stored(make_adapter(model, r=4, lora_alpha=4, target_modules=["o_proj"]).weights, 3)}
+
+    def run(way: str, count: int | None) -> Served:
+        engine = load_model(count is not None)
+        config = config_of(way) if count is None else with_head(way, count)
+        return serve(engine, config, requests, stops={7: 9}, adapters=adapters)
+
+    plain = run("no-evict", None)
+    for way, count in (("no-evict", 2), ("utilization-chunked-no-reuse", 4)):
+        served = run(way, count)
+        for key in plain.responses:
+            found, expected = served.result(*key), plain.result(*key)
+            if key[0] == 7:  # stopped when it had more tokens
+                assert 4 < len(plain.tokens(7)) <= len(served.tokens(7)) < 200
+                assert served.tokens(7)[: len(plain.tokens(7))] == plain.tokens(7)
+                continue
+            assert (found.output_token_ids, found.finish_reasons) == (
+                expected.output_token_ids,
+                expected.finish_reasons,
+            ), key
+            for of_found, of_expected in zip(found.log_probs or (), expected.log_probs or (), strict=True):
+                assert of_found == pytest.approx(of_expected, abs=1e-4)
+        assert served.result(0).perf_metrics.num_accepted_draft_tokens > 3
 
 
 def check_that_a_wrong_head_is_left_alone(

@@ -12,6 +12,7 @@ import torch
 from inflight.config import Speculation
 from inflight.core.request.request import Request
 from inflight.engine.cpu import layout
+from inflight.engine.engine import ModelEngine
 from inflight.engine.kv_cache import KvCache, block_bytes
 from inflight.errors import ConfigError
 from inflight.models.registry import read_model_description
@@ -20,15 +21,14 @@ from tests.engine.guesses import (
     METRICS,
     WAYS,
     Guesses,
+    check_results_of_all_kinds,
     check_that_a_wrong_head_is_left_alone,
     fill_with_garbage,
     make_requests,
-    requests_of_all_kinds,
 )
 from tests.engine.kernels import needs_native
-from tests.engine.lora import make_adapter, stored
 from tests.engine.ranks import ranks
-from tests.engine.serving import Served, config_of, load, serve
+from tests.engine.serving import config_of, load, serve
 from tests.models.draft_heads import DraftingModel, make_drafting_model
 from tests.models.quantized import awq, write
 from tests.models.zoo import Zoo
@@ -109,37 +109,13 @@ def test_requests_of_all_kinds_have_the_same_results_with_and_without_guesses(
 ) -> None:
     """Beams, logits and additional outputs have no drafts; adapters, stops and own drafts have effect as ever."""
     model = models(case, agrees=True)
-    requests = requests_of_all_kinds(model)
-    adapters = {6: stored(make_adapter(model, r=4, lora_alpha=4, target_modules=["o_proj"]).weights, 3)}
 
-    def run(way: str, count: int | None) -> Served:
-        engine = load(
-            model.folder,
-            70,
-            8,
-            kernels=kernels,
-            has_draft_head=count is not None,
-            lora_cache_gpu_memory_fraction=0.05,
+    def load_model(has_head: bool) -> ModelEngine:
+        return load(
+            model.folder, 70, 8, kernels=kernels, has_draft_head=has_head, lora_cache_gpu_memory_fraction=0.05
         )
-        config = config_of(way) if count is None else with_head(way, count)
-        return serve(engine, config, requests, stops={7: 9}, adapters=adapters)
 
-    plain = run("no-evict", None)
-    for way, count in (("no-evict", 2), ("utilization-chunked-no-reuse", 4)):
-        served = run(way, count)
-        for key in plain.responses:
-            found, expected = served.result(*key), plain.result(*key)
-            if key[0] == 7:  # stopped when it had more tokens
-                assert 4 < len(plain.tokens(7)) <= len(served.tokens(7)) < 200
-                assert served.tokens(7)[: len(plain.tokens(7))] == plain.tokens(7)
-                continue
-            assert (found.output_token_ids, found.finish_reasons) == (
-                expected.output_token_ids,
-                expected.finish_reasons,
-            ), key
-            for of_found, of_expected in zip(found.log_probs or (), expected.log_probs or (), strict=True):
-                assert of_found == pytest.approx(of_expected, abs=1e-4)
-        assert served.result(0).perf_metrics.num_accepted_draft_tokens > 3
+    check_results_of_all_kinds(model, load_model, with_head)
 
 
 @needs_native

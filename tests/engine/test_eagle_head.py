@@ -21,6 +21,7 @@ from inflight.core.request.guide import Guide, GuideKind
 from inflight.core.request.request import Request
 from inflight.engine import draft_costs
 from inflight.engine.cpu.layout import MAX_HEAD_DIM
+from inflight.engine.engine import ModelEngine
 from inflight.engine.kv_cache import KvCache, block_bytes
 from inflight.errors import ConfigError
 from inflight.models.eagle_head import with_eagle_head
@@ -30,15 +31,14 @@ from tests.engine.guesses import (
     METRICS,
     WAYS,
     Guesses,
+    check_results_of_all_kinds,
     check_that_a_wrong_head_is_left_alone,
     fill_with_garbage,
     make_requests,
-    requests_of_all_kinds,
 )
-from tests.engine.lora import make_adapter, stored
 from tests.engine.pictures import Picture, make_prompt, request_of
 from tests.engine.ranks import ranks
-from tests.engine.serving import Served, config_of, load, serve
+from tests.engine.serving import config_of, load, serve
 from tests.guided.factories import load as load_guided
 from tests.guided.factories import make_request as make_guided_request
 from tests.models.eagle_heads import AFTER, EagleHeadFolder, make_random_head, make_right_head, weaken
@@ -217,11 +217,14 @@ def test_a_guess_costs_a_layer_and_the_output_projection(zoo: Zoo, tmp_path: Pat
     decoder = with_eagle_head(model, str(make_random_head(tmp_path, zoo["llama-gqa"]).folder)).decoder
     of_layer = 64 * (8 * 8 + 2 * 2 * 8 + 8 * 8 + 3 * 96)
     of_head = 64 * (4 * 12 + 2 * 2 * 12 + 4 * 12 + 3 * 40)
-    assert decoder.guess_cost(0.0) == (of_head + 64 * 70) / (3 * of_layer + 64 * 211)
+    assert draft_costs.guess_cost(decoder, 0.0) == (of_head + 64 * 70) / (3 * of_layer + 64 * 211)
     of_entry = 3 * 64 * 64 + 2 * 64 * (4 * 12 + 2 * 2 * 12)
-    assert decoder.entry_cost(0.0) == of_entry / (3 * of_layer + 64 * 211)
+    assert draft_costs.entry_cost(decoder, 0.0) == of_entry / (3 * of_layer + 64 * 211)
     limits = load(model.folder, 20, draft_head_dir=str(tmp_path)).limits
-    assert (limits.guess_cost, limits.entry_cost) == (decoder.guess_cost(0.0), decoder.entry_cost(0.0))
+    assert (limits.guess_cost, limits.entry_cost) == (
+        draft_costs.guess_cost(decoder, 0.0),
+        draft_costs.entry_cost(decoder, 0.0),
+    )
     limits = load(model.folder, 20).limits
     assert limits.guess_cost == limits.entry_cost == 0
 
@@ -262,37 +265,14 @@ def test_requests_of_all_kinds_have_the_same_results_with_and_without_guesses(
 ) -> None:
     """Beams, logits and additional outputs have no drafts; adapters, stops and own drafts have effect as ever."""
     model, head = right
-    requests = requests_of_all_kinds(model)
-    adapters = {6: stored(make_adapter(model, r=4, lora_alpha=4, target_modules=["o_proj"]).weights, 3)}
 
-    def run(way: str, count: int | None) -> Served:
-        engine = load(
-            model.folder,
-            70,
-            8,
-            kernels=kernels,
-            draft_head_dir=None if count is None else str(head.folder),
-            lora_cache_gpu_memory_fraction=0.05,
+    def load_model(has_head: bool) -> ModelEngine:
+        folder = str(head.folder) if has_head else None
+        return load(
+            model.folder, 70, 8, kernels=kernels, draft_head_dir=folder, lora_cache_gpu_memory_fraction=0.05
         )
-        config = config_of(way) if count is None else with_head(way, count)
-        return serve(engine, config, requests, stops={7: 9}, adapters=adapters)
 
-    plain = run("no-evict", None)
-    for way, count in (("no-evict", 2), ("utilization-chunked-no-reuse", 4)):
-        served = run(way, count)
-        for key in plain.responses:
-            found, expected = served.result(*key), plain.result(*key)
-            if key[0] == 7:  # stopped when it had more tokens
-                assert 4 < len(plain.tokens(7)) <= len(served.tokens(7)) < 200
-                assert served.tokens(7)[: len(plain.tokens(7))] == plain.tokens(7)
-                continue
-            assert (found.output_token_ids, found.finish_reasons) == (
-                expected.output_token_ids,
-                expected.finish_reasons,
-            ), key
-            for of_found, of_expected in zip(found.log_probs or (), expected.log_probs or (), strict=True):
-                assert of_found == pytest.approx(of_expected, abs=1e-4)
-        assert served.result(0).perf_metrics.num_accepted_draft_tokens > 3
+    check_results_of_all_kinds(model, load_model, with_head)
 
 
 def test_guided_requests_have_drafts_and_the_same_tokens(right: tuple[ZooModel, EagleHeadFolder]) -> None:

@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from inflight.config import Speculation
 from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
+from inflight.engine import draft_costs
+from inflight.engine.engine import ModelEngine
 from inflight.engine.kv_cache import KvCache, block_bytes
 from inflight.errors import ConfigError
 from inflight.models.draft_folder import with_head_folder
@@ -22,14 +24,13 @@ from tests.engine.guesses import (
     METRICS,
     WAYS,
     Guesses,
+    check_results_of_all_kinds,
     fill_with_garbage,
     make_requests,
-    requests_of_all_kinds,
 )
-from tests.engine.lora import make_adapter, stored
 from tests.engine.pictures import Picture, make_prompt, request_of
 from tests.engine.ranks import ranks
-from tests.engine.serving import Served, config_of, load, serve
+from tests.engine.serving import config_of, load, serve
 from tests.models.eagle_heads import make_random_head
 from tests.models.gemma4_heads import CLUSTERS, Gemma4HeadFolder, make_head, make_target
 from tests.models.zoo import Zoo, ZooModel
@@ -162,31 +163,12 @@ def test_requests_of_all_kinds_have_the_same_results_with_and_without_guesses(
 ) -> None:
     """Beams, logits and additional outputs have no drafts; adapters, stops and own drafts have effect as ever."""
     model, head = right
-    requests = requests_of_all_kinds(model)
-    adapters = {6: stored(make_adapter(model, r=4, lora_alpha=4, target_modules=["o_proj"]).weights, 3)}
 
-    def run(way: str, count: int | None) -> Served:
-        changes = {} if count is None else {"draft_head_dir": str(head.folder), "has_draft_head": True}
-        engine = load(model.folder, 70, 8, lora_cache_gpu_memory_fraction=0.05, **changes)
-        config = config_of(way) if count is None else with_head(way, count)
-        return serve(engine, config, requests, stops={7: 9}, adapters=adapters)
+    def load_model(has_head: bool) -> ModelEngine:
+        changes = {"draft_head_dir": str(head.folder), "has_draft_head": True} if has_head else {}
+        return load(model.folder, 70, 8, lora_cache_gpu_memory_fraction=0.05, **changes)
 
-    plain = run("no-evict", None)
-    for way, count in (("no-evict", 2), ("utilization-chunked-no-reuse", 4)):
-        served = run(way, count)
-        for key in plain.responses:
-            found, expected = served.result(*key), plain.result(*key)
-            if key[0] == 7:  # stopped when it had more tokens
-                assert 4 < len(plain.tokens(7)) <= len(served.tokens(7)) < 200
-                assert served.tokens(7)[: len(plain.tokens(7))] == plain.tokens(7)
-                continue
-            assert (found.output_token_ids, found.finish_reasons) == (
-                expected.output_token_ids,
-                expected.finish_reasons,
-            ), key
-            for of_found, of_expected in zip(found.log_probs or (), expected.log_probs or (), strict=True):
-                assert of_found == pytest.approx(of_expected, abs=1e-4)
-        assert served.result(0).perf_metrics.num_accepted_draft_tokens > 3
+    check_results_of_all_kinds(model, load_model, with_head)
 
 
 @pytest.mark.parametrize(
@@ -293,9 +275,11 @@ def test_a_guess_costs_its_layers_and_the_products_for_its_logits(random: Any) -
     for form, num_products in costs.items():
         model, head = random("gemma4", form)
         decoder = with_head_folder(read_model_description(model.folder), str(head.folder)).decoder
-        used = decoder._used_weights
-        assert decoder.guess_cost(0.0) == (attention + mlp + projections + 48 * num_products) / used
-        assert decoder.entry_cost(0.0) == 64 / used
+        used = draft_costs._weights_of_model(decoder)
+        assert (
+            draft_costs.guess_cost(decoder, 0.0) == (attention + mlp + projections + 48 * num_products) / used
+        )
+        assert draft_costs.entry_cost(decoder, 0.0) == 64 / used
 
 
 @pytest.mark.parametrize(

@@ -15,71 +15,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from inflight.testing.pb_utils import COMPLETE_FINAL, InferenceResponse, Tensor, TritonError
 from tests.triton.fake_metrics import FakeMetrics
 
-COMPLETE_FINAL = 1
 _WAIT_S = 30.0
-
-
-class Tensor:
-    """A named array."""
-
-    def __init__(self, name: str, array: np.ndarray) -> None:
-        if not isinstance(array, np.ndarray):
-            raise TypeError(f"Tensor {name!r} needs a numpy array, got {type(array).__name__}")
-        self._name = name
-        self._array = array
-
-    def name(self) -> str:
-        """The tensor's name."""
-        return self._name
-
-    def as_numpy(self) -> np.ndarray:
-        """Return the tensor's array."""
-        return self._array
-
-
-class TritonError(Exception):
-    """An error with one of Triton's codes."""
-
-    UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS, CANCELLED = range(8)
-
-    def __init__(self, message: str, code: int = INTERNAL) -> None:
-        super().__init__(message)
-        self._message = message
-        self._code = code
-
-    def message(self) -> str:
-        """Return the message."""
-        return self._message
-
-    def code(self) -> int:
-        """Return the code, one of the class's constants."""
-        return self._code
-
-
-class InferenceResponse:
-    """Output tensors, or an error."""
-
-    def __init__(self, output_tensors: Iterable[Tensor] = (), error: TritonError | None = None) -> None:
-        self._output_tensors = list(output_tensors)
-        self._error = error
-
-    def output_tensors(self) -> list[Tensor]:
-        """Return the outputs."""
-        return self._output_tensors
-
-    def has_error(self) -> bool:
-        """Return whether the response has an error."""
-        return self._error is not None
-
-    def error(self) -> TritonError | None:
-        """Return the error."""
-        return self._error
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Return the outputs' arrays by name; the real class has no such method."""
-        return {tensor.name(): tensor.as_numpy() for tensor in self._output_tensors}
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ class Scheduler:
         self._micro_batch = MicroBatchScheduler(config, limits)
         self._groups: dict[int, RequestGroup] = {}  # by request id
         self._adapters: dict[int, StoredAdapter] = {}  # by handle
-        self._drafters = Drafters(config.speculative_decoding_mode)
+        self._drafters = Drafters(config.speculative_decoding_mode, limits.has_useful_head)
         self._deadlines = Deadlines()
         self._to_end = PendingEndings()
         self._observed = Observations(config, limits)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from inflight.models import DecoderConfig
 from inflight.models.loader import num_weight_bytes
 from inflight.models.registry import ModelDescription
 
@@ -33,10 +34,61 @@ def find_draft_costs(model: ModelDescription, num_bytes: int, device: torch.devi
     decoder = model.decoder
     num_weights = num_weight_bytes(model, torch.int8, torch.int8)
     overhead = _OVERHEAD_BYTES[device.type] * num_weights / num_bytes
-    costs = DraftCosts(decoder.guess_cost(overhead), decoder.entry_cost(overhead))
+    costs = DraftCosts(guess_cost(decoder, overhead), entry_cost(decoder, overhead))
     _logger.info(
         "the draft head takes an estimated %.2f of a token's time for each guess, and %.2f to read a token",
         costs.guess,
         costs.entry,
     )
     return costs
+
+
+def guess_cost(decoder: DecoderConfig, overhead: float) -> float:
+    """Return the time that the draft head takes to guess a token, relative to the model's forward pass.
+
+    Estimated by the numbers of weights that a token uses, in layers and output projections.
+
+    Args:
+        decoder: The model with the head.
+        overhead: Number of weights that are read in the time of a layer's operations that are no products.
+    """
+    width = decoder.hidden_size
+    if (gemma4 := decoder.gemma4_head) is not None:
+        layers = gemma4.layers
+        products = _weights_of_layers(layers) + layers.hidden_size * (3 * width + gemma4.num_logits)
+        return (products + layers.num_layers * overhead) / _weights_of_model(decoder)
+    head = decoder.draft_layer
+    return (_weights_of_layers(head) + width * head.vocab_size + overhead) / _weights_of_model(decoder)
+
+
+def entry_cost(decoder: DecoderConfig, overhead: float) -> float:
+    """Return the time that the draft head takes to store its entries for a token, relative to the model's forward
+    pass.
+
+    Estimated as `guess_cost`, for the projections of hidden states, queries, keys and values.
+    """
+    width = decoder.hidden_size
+    if decoder.gemma4_head is not None:  # only the final norm of the model's output, some of the operations
+        return (width + overhead / 4) / _weights_of_model(decoder)
+    head = decoder.draft_layer
+    num_joined, read_width = (2, width) if decoder.eagle is None else (3, 2 * width)
+    products = num_joined * width * width + read_width * (head.query_size + 2 * head.kv_size)
+    return (products + overhead) / _weights_of_model(decoder)
+
+
+def _weights_of_model(decoder: DecoderConfig) -> int:
+    """Return about how many weights a token uses, in layers and output projection."""
+    return _weights_of_layers(decoder) + decoder.hidden_size * decoder.vocab_size
+
+
+def _weights_of_layers(decoder: DecoderConfig) -> int:
+    """Return about how many weights of the layers a token uses, as if attention and states were ordinary."""
+    return sum(_weights_of_layer(decoder.at(layer), layer) for layer in range(decoder.num_layers))
+
+
+def _weights_of_layer(sizes: DecoderConfig, layer: int) -> int:
+    inner, experts = sizes.intermediate_size, sizes.experts
+    kv_size = 0 if sizes.read_kv else sizes.kv_size
+    if experts is not None and experts.layers[layer]:
+        inner = experts.num_per_token * experts.intermediate_size + experts.shared_intermediate_size
+    return sizes.hidden_size * (2 * sizes.query_size + 2 * kv_size + (2 + sizes.gated_mlp) * inner)

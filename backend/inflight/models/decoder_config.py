@@ -561,51 +561,6 @@ class DecoderConfig:
             has_draft_head=False,
         )
 
-    def guess_cost(self, overhead: float) -> float:
-        """Return the time that the draft head takes to guess a token, relative to the model's forward pass.
-
-        Estimated by the numbers of weights that a token uses, in layers and output projections.
-
-        Args:
-            overhead: Number of weights that are read in the time of a layer's operations that are no products.
-        """
-        if (gemma4 := self.gemma4_head) is not None:
-            layers, width = gemma4.layers, gemma4.layers.hidden_size
-            of_head = sum(layers.at(each)._weights_per_token(each) for each in range(layers.num_layers))
-            of_head += width * (3 * self.hidden_size + gemma4.num_logits)
-            return (of_head + layers.num_layers * overhead) / self._used_weights
-        head = self.draft_layer
-        of_head = head._weights_per_token(0) + self.hidden_size * head.vocab_size
-        return (of_head + overhead) / self._used_weights
-
-    def entry_cost(self, overhead: float) -> float:
-        """Return the time that the draft head takes to store its entries for a token, relative to the model's
-        forward pass.
-
-        Estimated as `guess_cost`, for the projections of hidden states, queries, keys and values.
-        """
-        if self.gemma4_head is not None:  # only the final norm of the model's output, some of the operations
-            return (self.hidden_size + overhead / 4) / self._used_weights
-        head, width = self.draft_layer, self.hidden_size
-        num_joined, read_width = (2, width) if self.eagle is None else (3, 2 * width)
-        of_head = num_joined * width * width + read_width * (head.query_size + 2 * head.kv_size)
-        return (of_head + overhead) / self._used_weights
-
-    @property
-    def _used_weights(self) -> int:
-        """About how many weights a token uses, in layers and output projection."""
-        of_layers = sum(self.at(layer)._weights_per_token(layer) for layer in range(self.num_layers))
-        return of_layers + self.hidden_size * self.vocab_size
-
-    def _weights_per_token(self, layer: int) -> int:
-        """Return about how many weights of a layer one token uses, as if its attention or state were ordinary."""
-        inner, experts, kv_size = self.intermediate_size, self.experts, self.kv_size
-        if self.read_kv:
-            kv_size = 0
-        if experts is not None and experts.layers[layer]:
-            inner = experts.num_per_token * experts.intermediate_size + experts.shared_intermediate_size
-        return self.hidden_size * (2 * self.query_size + 2 * kv_size + (2 + self.gated_mlp) * inner)
-
     @property
     def cached_layers(self) -> tuple[int, ...]:
         """The layers whose keys and values are cached."""

@@ -37,10 +37,12 @@ class Drafters:
 
     Args:
         speculation: The method of the server; None: prompt lookup for the requests that ask for drafts.
+        has_useful_head: Whether a draft head can save time; otherwise a method by the head drafts nothing.
     """
 
-    def __init__(self, speculation: Speculation | None) -> None:
+    def __init__(self, speculation: Speculation | None, has_useful_head: bool = False) -> None:
         self._speculation = speculation
+        self._drafts_nothing = speculation is not None and speculation.has_head and not has_useful_head
         self._answers = PairPlaces()  # recent answers of requests without a salt
 
     def with_default(self, request: Request) -> Request:
@@ -52,6 +54,7 @@ class Drafters:
         output, speculation = request.output, self._speculation
         if (
             speculation is None
+            or self._drafts_nothing
             or request.prompt_lookup_num_tokens
             or request.draft is not None
             or request.sampling.uses_beams
@@ -69,7 +72,7 @@ class Drafters:
             tokens: All tokens of the sequence, to which its owner appends new ones.
         """
         most = request.prompt_lookup_num_tokens
-        if not most:
+        if not most or self._drafts_nothing:
             return None
         method = Speculation.PROMPT_LOOKUP if self._speculation is None else self._speculation.method
         if self._speculation is not None and self._speculation.has_head:

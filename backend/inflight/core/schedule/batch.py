@@ -365,6 +365,16 @@ class EngineLimits:
     guess_cost: float = 0.0
     entry_cost: float = 0.0
 
+    def needed_share(self, num_sequences: int) -> float:
+        """Return the probability with which a draft token must be accepted to save time, in a batch of
+        `num_sequences` sequences."""
+        return num_sequences / (num_sequences + self.break_even_rows) + self.guess_cost
+
+    @property
+    def has_useful_head(self) -> bool:
+        """Whether there is a draft head, and right guesses of it save time at least for a sequence alone."""
+        return self.entry_cost > 0 and self.needed_share(1) < 1
+
     def adapter_pages(self, rank: int) -> int:
         """Return how many pages an adapter of this rank takes."""
         return -(-rank // self.adapter_page_rank)

@@ -43,10 +43,7 @@ class BatchBuilder:
     def __init__(self, kv_cache: KvCacheManager, adapter_pages: AdapterPages, limits: EngineLimits) -> None:
         self._kv_cache = kv_cache
         self._adapter_pages = adapter_pages
-        self._vocab_size = limits.vocab_size
-        self._break_even_rows = limits.break_even_rows
-        self._guess_cost, self._entry_cost = limits.guess_cost, limits.entry_cost
-        self._has_useful_head = limits.entry_cost > 0 and self._needed_share(1) < 1
+        self._limits = limits
         self._starts: list[SlotStart] = []
         self._new_blocks: list[tuple[int, tuple[int, ...]]] = []
         self._context: list[ContextChunk] = []
@@ -104,7 +101,7 @@ class BatchBuilder:
 
         A draft head reads them, also for later sequences that share their blocks.
         """
-        if self._has_useful_head:
+        if self._limits.has_useful_head:
             self._head_slots.append(llm_request.slots[0])
         start, draft = llm_request.next_position, llm_request.draft_length
         end = start + num_rows
@@ -146,7 +143,7 @@ class BatchBuilder:
                     continue
                 self._extend(llm_request, position + 1)
             drafter = llm_request.drafter
-            if self._is_guessed(drafter):
+            if isinstance(drafter, HeadDrafts) and not drafter.length.is_over:
                 self._head_slots.append(llm_request.slots[0])
             if drafter is not None and (
                 draft := self._draft(llm_request, drafter, num_free_rows, len(sequences))
@@ -160,14 +157,6 @@ class BatchBuilder:
             generation_slots.append(llm_request.slots[0])
             if (position + 1) % size == 0:
                 self._save_state(llm_request, position + 1)
-
-    def _is_guessed(self, drafter: Drafter | None) -> bool:
-        """Whether the draft head guesses tokens of a sequence with this drafter, and so reads all of its rows."""
-        return self._has_useful_head and isinstance(drafter, HeadDrafts) and not drafter.length.is_over
-
-    def _needed_share(self, num_sequences: int) -> float:
-        """Return the probability with which a draft token must be accepted to save time."""
-        return num_sequences / (num_sequences + self._break_even_rows) + self._guess_cost
 
     def _save_state(self, llm_request: LlmRequest, num_tokens: int) -> None:
         """Save the recurrent state, if the model has one, at a block boundary in generation."""
@@ -189,7 +178,7 @@ class BatchBuilder:
 
         The draft ends before the first token that stands for a row of a prompt table.
         """
-        if isinstance(drafter, HeadDrafts) and not self._is_guessed(drafter):
+        if drafter.length.is_over:
             return ()
         request = llm_request.request
         room = self._kv_cache.num_certain_tokens(llm_request.key) - len(llm_request.tokens)
@@ -200,15 +189,15 @@ class BatchBuilder:
             # that token.
             size = self._kv_cache.tokens_per_block
             most = min(most, size - 2 - llm_request.num_computed_tokens % size)
-        needed_share = self._needed_share(num_sequences)
-        if num_sequences > _FEW_SEQUENCES or self._guess_cost:
+        limits, needed_share = self._limits, self._limits.needed_share(num_sequences)
+        if num_sequences > _FEW_SEQUENCES or limits.guess_cost:
             most = min(most, drafter.length.tokens_if(needed_share))
         draft = drafter.propose(most) if most > 0 else ()
-        if self._guess_cost:
-            drafter.length.spend(len(draft) * needed_share + (1 + len(draft)) * self._entry_cost)
+        if limits.guess_cost:
+            drafter.length.spend(len(draft) * needed_share + (1 + len(draft)) * limits.entry_cost)
         if request.prompt_table is None:
             return draft
-        return tuple(takewhile(lambda token_id: token_id < self._vocab_size, draft))
+        return tuple(takewhile(lambda token_id: token_id < limits.vocab_size, draft))
 
     def _add_draft(self, llm_request: LlmRequest, draft: tuple[int, ...]) -> None:
         """Add a sequence in generation with draft tokens after its last token."""

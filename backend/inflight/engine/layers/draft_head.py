@@ -77,7 +77,7 @@ class DraftHead(ABC):
     def __init__(self, model: DraftedModel, layer: DraftLayer, cache: KvCache) -> None:
         self._model, self._layer = model, layer
         self._cache, self._hidden, self._size = cache.draft_layer(), cache.hidden, cache.tokens_per_block
-        self._is_compiled = layer.kernels == "native"  # with threads of its own
+        self._has_own_threads = layer.kernels == "native"
 
     def clear(self, block_ids: Tensor) -> None:
         """Zero the head's own keys and values, and hidden states, of blocks [n] that a sequence is about to use.
@@ -99,7 +99,7 @@ class DraftHead(ABC):
             hidden: The output of the model's last layer, [rows, hidden_size].
             between: The hidden states after `read_layers`, [rows, hidden_size] each.
         """
-        with single_thread(self._is_compiled):
+        with single_thread(self._has_own_threads):
             self._fill(packed, slots, hidden, between)
 
     def _fill(
@@ -169,7 +169,7 @@ class DraftHead(ABC):
         if not wanted:
             return batch
         # as in `PackedBatch`, longer sequences first
-        with single_thread(self._is_compiled):
+        with single_thread(self._has_own_threads):
             found = self._guess(sorted(wanted, key=lambda each: -each.position), slots, rotary)
         return replace(batch, context=tuple(_with_drafts(chunk, found) for chunk in batch.context))
 

@@ -86,8 +86,8 @@ class Gemma4Head(DraftHead):
 
     def _choose_in(self, clusters: ClusterWeights, output: Tensor) -> Tensor:
         """Return the likeliest token [rows] of the likeliest clusters."""
-        likeliest = F.linear(output, clusters.centers).topk(self._config.clusters_per_token, dim=-1).indices
-        token_ids = clusters.token_ids[likeliest].flatten(1)
+        chosen = F.linear(output, clusters.centers).topk(self._config.clusters_per_token, dim=-1).indices
+        token_ids = clusters.token_ids[chosen].flatten(1)
         # [rows, tokens, hidden_size] @ [rows, hidden_size, 1]
         logits = (self._weights.output[token_ids] @ output[..., None]).squeeze(-1)
         return token_ids.gather(1, logits.argmax(dim=-1, keepdim=True)).squeeze(1)

@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from inflight.adapters.cache import HostAdapterCache
 from inflight.batch_manager import GptManager
@@ -36,79 +36,90 @@ _FULL_CHECK_EVERY = 10
 """Iterations between two full comparisons of the scheduler's records, which take long."""
 
 
-def checked(manager: type[GptManager], machine: Machine) -> type[GptManager]:
-    """Return a subclass of the loop's manager that checks the invariants after each iteration."""
+if TYPE_CHECKING:
+    _Manager = GptManager
+else:
+    _Manager = object
 
-    class CheckedManager(manager):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]
-        def __init__(
-            self,
-            engine: Any,
-            scheduler: Scheduler,
-            get_requests: Any,
-            send_response: Any,
-            *args: Any,
-            **rest: Any,
-        ) -> None:
-            self._num_taken = self._num_steps = 0
-            self._has_run = self._was_stuck = False
-            self._client = getattr(send_response, "__self__", None)  # of rank 0
 
-            def take(max_num: int) -> Any:
-                requests = get_requests(max_num)
-                self._num_taken += len(requests)
-                return requests
+class _ChecksAfterIterations(_Manager):
+    """Checks the invariants after each iteration of the GptManager with which it is combined."""
 
-            super().__init__(engine, scheduler, take, send_response, *args, **rest)
+    machine: Machine
 
-        def _finish_batch(self, batch: ScheduledBatch, logits: Any) -> list[Response]:
-            self._has_run = True
-            return super()._finish_batch(batch, logits)
+    def __init__(
+        self,
+        engine: Any,
+        scheduler: Scheduler,
+        get_requests: Any,
+        send_response: Any,
+        *args: Any,
+        **rest: Any,
+    ) -> None:
+        self._num_taken = self._num_steps = 0
+        self._has_run = self._was_stuck = False
+        self._client = getattr(send_response, "__self__", None)  # of rank 0
 
-        def _die(self, error: InflightError) -> None:
-            if "loop died" in str(error) and not getattr(self._engine, "has_died", False):
-                cause = sys.exc_info()[1] or error
-                text = "".join(traceback.format_exception(cause))
-                machine.failure = machine.failure or (machine.current, cause, text)
-            super()._die(error)
+        def take(max_num: int) -> Any:
+            requests = get_requests(max_num)
+            self._num_taken += len(requests)
+            return requests
 
-        def step(self) -> bool:
-            self._has_run = False
-            is_busy = super().step()
-            try:
-                self._check(is_busy)
-            except AssertionError as error:  # the loop would take it for a failure of its own
-                machine.failure = machine.failure or (machine.current, error, traceback.format_exc())
-            return is_busy
+        super().__init__(engine, scheduler, take, send_response, *args, **rest)
 
-        def _check(self, is_busy: bool) -> None:
-            scheduler = self._scheduler
-            check_blocks(scheduler)
-            self._num_steps += 1
-            if self._num_steps % _FULL_CHECK_EVERY == 0:
-                check_integrity(scheduler)
-            if isinstance(self._client, LocalEngineClient):
-                check_requests(self._client, scheduler, self._num_taken)
-            check_limits(scheduler)
-            self._check_progress(is_busy)
-            if isinstance(self._block_store, HostBlockStore):
-                check_store(self._block_store)
+    def _finish_batch(self, batch: ScheduledBatch, logits: Any) -> list[Response]:
+        self._has_run = True
+        return super()._finish_batch(batch, logits)
 
-        def _check_progress(self, is_busy: bool) -> None:
-            """Check that a sequence runs if only waiting ones are left, at the latest in the next iteration."""
-            scheduler = self._scheduler
-            saved = scheduler.kv_cache.saved
-            is_stuck = (
-                len(scheduler._waiting) > 0
-                and not (
-                    self._has_run or self._in_flight or scheduler._running.sequences or scheduler._to_end
-                )
-                and not (saved is not None and saved.loads)
+    def _die(self, error: InflightError) -> None:
+        if "loop died" in str(error) and not getattr(self._engine, "has_died", False):
+            cause = sys.exc_info()[1] or error
+            text = "".join(traceback.format_exception(cause))
+            self.machine.failure = self.machine.failure or (self.machine.current, cause, text)
+        super()._die(error)
+
+    def step(self) -> bool:
+        self._has_run = False
+        is_busy = super().step()
+        try:
+            self._check(is_busy)
+        except AssertionError as error:  # the loop would take it for a failure of its own
+            self.machine.failure = self.machine.failure or (
+                self.machine.current,
+                error,
+                traceback.format_exc(),
             )
-            assert not (is_stuck and (self._was_stuck or not is_busy)), "sequences wait although none runs"
-            self._was_stuck = is_stuck
+        return is_busy
 
-    CheckedManager.__module__ = manager.__module__
-    return CheckedManager
+    def _check(self, is_busy: bool) -> None:
+        scheduler = self._scheduler
+        check_blocks(scheduler)
+        self._num_steps += 1
+        if self._num_steps % _FULL_CHECK_EVERY == 0:
+            check_integrity(scheduler)
+        if isinstance(self._client, LocalEngineClient):
+            check_requests(self._client, scheduler, self._num_taken)
+        check_limits(scheduler)
+        self._check_progress(is_busy)
+        if isinstance(self._block_store, HostBlockStore):
+            check_store(self._block_store)
+
+    def _check_progress(self, is_busy: bool) -> None:
+        """Check that a sequence runs if only waiting ones are left, at the latest in the next iteration."""
+        scheduler = self._scheduler
+        is_stuck = (
+            len(scheduler._waiting) > 0
+            and not (self._has_run or self._in_flight or scheduler._running.sequences or scheduler._to_end)
+            and not scheduler.is_loading_blocks
+        )
+        assert not (is_stuck and (self._was_stuck or not is_busy)), "sequences wait although none runs"
+        self._was_stuck = is_stuck
+
+
+def checked(manager: type[GptManager], machine: Machine) -> type[GptManager]:
+    """Return a subclass of the loop's manager, perhaps one with a planted mistake, that checks the invariants."""
+    names = {"machine": machine, "__module__": manager.__module__}
+    return cast(type[GptManager], type("CheckedManager", (_ChecksAfterIterations, manager), names))
 
 
 # ---------------------------------------------------------------- after an iteration

@@ -9,7 +9,7 @@ front end submits is checked as in `whole_server`; what its clients get is compa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count
@@ -31,6 +31,7 @@ from inflight.endpoint.client import SocketEngineClient
 from inflight.errors import ConfigError, InflightError
 from inflight.serving import sender as sender_module
 from inflight.serving.completion_text import TokenizerFinder
+from inflight.testing.pb_utils import COMPLETE_FINAL, InferenceResponse, Tensor, TritonError
 from inflight.text.tokenizer import Tokenizer
 from inflight.triton import cancellation
 from inflight.triton.front_end import FrontEnd
@@ -41,52 +42,16 @@ from .scheduler import Machine, Process
 from .threads import SimpleQueue
 from .whole_server import PATH, RunReport, WholeServer
 
-_FINAL = 1
 _OUTPUTS = ("output_ids", "sequence_length", "finish_reason")
 _UNLOADED_S = 60.0
 _NOTICED_NS = 20 * 10**9
 
 
-class _Tensor:
-    """A named array, with the methods of Triton's class."""
-
-    def __init__(self, name: str, array: NDArray[Any]) -> None:
-        self._name, self._array = name, array
-
-    def name(self) -> str:
-        return self._name
-
-    def as_numpy(self) -> NDArray[Any]:
-        return self._array
-
-
-class _TritonError(Exception):
-    """An error with one of Triton's codes, which are strings here."""
-
-    INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE = "INTERNAL", "NOT_FOUND", "INVALID_ARG", "UNAVAILABLE"
-    UNSUPPORTED, ALREADY_EXISTS, CANCELLED = "UNSUPPORTED", "ALREADY_EXISTS", "CANCELLED"
-
-    def __init__(self, message: str, code: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-@dataclass
-class _Response:
-    output_tensors: Callable[[], list[_Tensor]]
-    error: _TritonError | None
-
-
-def _make_response(output_tensors: Iterable[_Tensor] = (), error: _TritonError | None = None) -> _Response:
-    tensors = list(output_tensors)
-    return _Response(lambda: tensors, error)
-
-
 _PB_UTILS = SimpleNamespace(
-    TRITONSERVER_RESPONSE_COMPLETE_FINAL=_FINAL,
-    Tensor=_Tensor,
-    TritonError=_TritonError,
-    InferenceResponse=_make_response,
+    TRITONSERVER_RESPONSE_COMPLETE_FINAL=COMPLETE_FINAL,
+    Tensor=Tensor,
+    TritonError=TritonError,
+    InferenceResponse=InferenceResponse,
 )
 """The part of `triton_python_backend_utils` that a front end uses."""
 
@@ -123,7 +88,7 @@ class Ask:
     failures: float
     gone_ns: int = 0
     was_taken: bool = False
-    sent: list[_Response] = field(default_factory=list[_Response])
+    sent: list[InferenceResponse] = field(default_factory=list[InferenceResponse])
     num_failed: int = 0
     has_ended: bool = False
     ended_ns: int = 0
@@ -132,8 +97,8 @@ class Ask:
 
     # ---------------------------------------------------------------- as Triton's request
 
-    def inputs(self) -> list[_Tensor]:
-        return [_Tensor(name, array) for name, array in self.tensors.items()]
+    def inputs(self) -> list[Tensor]:
+        return [Tensor(name, array) for name, array in self.tensors.items()]
 
     def request_id(self) -> str:
         return self.name
@@ -152,7 +117,7 @@ class Ask:
 
     # ---------------------------------------------------------------- as its response sender
 
-    def send(self, response: _Response | None = None, flags: int = 0) -> None:
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
         if self.has_ended:
             self.misuse = "sent a response"
             return
@@ -165,7 +130,7 @@ class Ask:
             raise RuntimeError("Triton has no memory for a response")
         if response is not None:
             self.sent.append(response)
-        if flags & _FINAL:
+        if flags & COMPLETE_FINAL:
             self.has_ended, self.ended_ns = True, self.machine.now_ns
 
     def is_cancelled(self) -> bool:
@@ -356,45 +321,47 @@ class ServerForTriton(WholeServer):
             assert is_noticed or self._was_disturbed(ask.begun_ns, ask.ended_ns), (
                 "a cancellation is not noticed"
             )
-        errors = [each.error for each in ask.sent if each.error is not None]
+        errors = [error for each in ask.sent if (error := each.error()) is not None]
         if errors:
-            assert len(errors) == 1 and ask.sent[-1].error is errors[0], "an error is not the last response"
+            assert len(errors) == 1 and ask.sent[-1].error() is errors[0], "an error is not the last response"
             self._check_error_of(ask, errors[0])
         elif ask.ticket is None or not ask.ticket.is_answered or ask.num_failed:
             assert ask.num_failed, "a request ended without a response of the engine"
             return
         if ask.ticket is None or ask.num_failed:
             return
-        got = [token for each in ask.sent if each.error is None for token in _tokens_of(each)]
+        got = [token for each in ask.sent if not each.has_error() for token in _tokens_of(each)]
         results = [each for each in ask.ticket.responses if each.result is not None]
         whole = merge_responses(results).result if results else None
         made = [] if whole is None else list(whole.output_token_ids[0][-whole.num_output_tokens[0] :])
         made = made if whole is not None and whole.num_output_tokens[0] else []
         assert got == made[: len(got)] and (errors or got == made), f"tokens {got}, the engine made {made}"
 
-    def _check_error_of(self, ask: Ask, error: _TritonError) -> None:
-        ticket = ask.ticket
+    def _check_error_of(self, ask: Ask, error: TritonError) -> None:
+        ticket, code = ask.ticket, error.code()
         of_engine = None if ticket is None else ticket.refusal
         if ticket is not None and ticket.responses:
             of_engine = ticket.responses[-1].error
-        if error.code == "CANCELLED":
+        if code == TritonError.CANCELLED:
             assert ask.gone_ns, "a request ends as cancelled although nobody cancelled it"
-        elif error.code == "UNAVAILABLE":
+        elif code == TritonError.UNAVAILABLE:
             is_unloaded = "unloaded" in str(error) and not ask.process.is_alive
             assert is_unloaded or of_engine or self._was_disturbed(ask.begun_ns, ask.ended_ns), error
-        elif ticket is None and error.code == "INVALID_ARG":  # the front end itself knows the longest prompt
+        elif (
+            ticket is None and code == TritonError.INVALID_ARG
+        ):  # the front end itself knows the longest prompt
             assert f"input_ids has {ask.tensors['input_ids'].size} tokens; this server takes" in str(error), (
                 error
             )
         else:
-            assert ask.num_failed or (of_engine and of_engine.code == error.code), error
+            assert ask.num_failed or (of_engine and getattr(TritonError, of_engine.code) == code), error
 
 
 def _no_tokenizer(folder: str) -> Tokenizer:
     raise ConfigError("there is no tokenizer on the machine")
 
 
-def _tokens_of(response: _Response) -> list[int]:
+def _tokens_of(response: InferenceResponse) -> list[int]:
     arrays = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
     (length,) = arrays["sequence_length"].ravel().tolist()
     return arrays["output_ids"].ravel().tolist()[:length]
