@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import sys
+import tracemalloc
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
@@ -281,6 +282,29 @@ def test_after_an_exception_at_any_line_all_other_places_are_found(monkeypatch: 
         assert tree.find(text[:33]) == (MAX_MATCH, [(text, 33), (text, 27)])
         check_size(tree)
     assert line > 200
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        random.Random(1).choices(range(1000), k=250) * (MAX_PLACES + 1),  # has the most branches
+        random.Random(1).choices(range(50_000), k=4000),
+        [7] * 4000,
+        words("speculation.md")[:4000],
+    ],
+    ids=["repeated", "random", "one token", "prose"],
+)
+def test_a_token_takes_at_most_600_bytes(text: list[int]) -> None:
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        tree = SuffixTree(len(text))
+        for position in range(2, len(text)):
+            tree.add(text, position)
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 50 < (after - before) / len(text) < 600
 
 
 @pytest.mark.parametrize("name", ["one token", "repeated", "vocabulary of 2", "prose"])
