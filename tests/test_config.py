@@ -252,6 +252,24 @@ def test_choices_need_a_head_and_no_other_length(beside: dict[str, str], message
         make_parameters(Role.ENGINE, eagle_choices="{0, 0}, {0}", **beside)
 
 
+@pytest.mark.parametrize(
+    "beside",
+    [{"speculative_model_dir": "/heads/a"}, {"speculative_decoding_mode": "mtp"}],
+    ids=["EAGLE-3", "mtp"],
+)
+def test_the_decoding_mode_eagle_changes_nothing_beside_a_head(beside: dict[str, str]) -> None:
+    assert make_parameters(decoding_mode="eagle", **beside) == make_parameters(**beside)
+
+
+@pytest.mark.parametrize("mode", [None, "suffix", "none"])
+def test_the_decoding_mode_eagle_needs_a_head(mode: str | None) -> None:
+    beside = {} if mode is None else {"speculative_decoding_mode": mode}
+    with pytest.raises(
+        ConfigError, match=r"decoding_mode: got eagle, expected a head .* EAGLE-3 head, or .* mtp"
+    ):
+        make_parameters(decoding_mode="eagle", **beside)
+
+
 def test_every_built_row_is_covered_above() -> None:
     assert {key for key, *_ in GOOD} == {spec.key for spec in PARAMETERS if spec.built}
 
@@ -460,7 +478,7 @@ def test_the_error_for_another_method_of_drafting_names_what_there_is(
         make_parameters(**{key: value})
 
 
-@pytest.mark.parametrize("mode", ["medusa", "lookahead", "eagle", "top-k"])
+@pytest.mark.parametrize("mode", ["medusa", "lookahead", "redrafter", "explicit_draft_tokens", "top-k"])
 def test_an_unknown_decoding_mode_is_refused(mode: str) -> None:
     with pytest.raises(ConfigError, match=f"decoding_mode: got '{mode}', expected auto or top_k or "):
         make_parameters(decoding_mode=mode)

@@ -45,9 +45,9 @@ def _no_effect(
 NO_EFFECT: tuple[ParameterSpec, ...] = (
     _no_effect(
         "decoding_mode",
-        choice("auto", "top_k", "top_p", "top_k_top_p", "beam_search"),
-        "how tokens are chosen",
-        "it follows from the controls of each request",
+        choice("auto", "top_k", "top_p", "top_k_top_p", "beam_search", "eagle"),
+        "how tokens are chosen; eagle needs a draft head beside it",
+        "it follows from the controls of each request, and from the draft head",
     ),
     _no_effect(
         "triton_backend",

@@ -108,15 +108,20 @@ def _take_draft_folder(given: dict[str, Any]) -> list[str]:
 
 
 def _take_choices(given: dict[str, Any]) -> list[str]:
-    """Make the number of `eagle_choices` the length of drafts; return the problem if there is no head for it."""
+    """Make the number of `eagle_choices` the length of drafts; return the problems if there is no head for it or
+    for the `decoding_mode` eagle."""
     length, mode = given.get("eagle_choices"), given.get("speculative_decoding_mode")
+    if mode is None or not mode.has_head:
+        asking = [] if length is None else [f"eagle_choices: got a chain of {length}"]
+        if given.get("decoding_mode") == "eagle":
+            asking.append("decoding_mode: got eagle")
+        return [
+            f"{each}, expected a head beside it: speculative_model_dir with the folder of an EAGLE-3 head, or "
+            "speculative_decoding_mode mtp"
+            for each in asking
+        ]
     if length is None:
         return []
-    if mode is None or not mode.has_head:
-        return [
-            f"eagle_choices: got a chain of {length}, expected a head beside it: speculative_model_dir with the "
-            "folder of an EAGLE-3 head, or speculative_decoding_mode mtp"
-        ]
     if mode.num_tokens not in (length, Speculation.default_length(mode.method)):
         return [
             f"eagle_choices: got a chain of {length}, but speculative_decoding_mode is "

@@ -10,7 +10,7 @@ from inflight.core.request.draft_length import DraftLength
 from inflight.core.request.head_drafts import HeadDrafts
 from inflight.core.request.prompt_lookup import PromptLookup
 from inflight.core.request.request import Request
-from inflight.core.request.suffix_decoding import PairPlaces, SuffixDecoding
+from inflight.core.request.suffix_decoding import SuffixDecoding, SuffixTree
 from inflight.parameter_spec import Speculation
 
 
@@ -43,7 +43,7 @@ class Drafters:
     def __init__(self, speculation: Speculation | None, has_useful_head: bool = False) -> None:
         self._speculation = speculation
         self._drafts_nothing = speculation is not None and speculation.has_head and not has_useful_head
-        self._answers = PairPlaces()  # recent answers of requests without a salt
+        self._answers = SuffixTree()  # recent answers of requests without a salt
 
     def with_default(self, request: Request) -> Request:
         """Return the request with the server's number of draft tokens, unless it asks for drafts itself.

@@ -1,73 +1,166 @@
 """Suffix decoding: proposes what followed the longest earlier occurrence of a sequence's last tokens.
 
 Looks in the sequence's own tokens and in recent answers of other requests. Used on the loop thread. Reference:
-SuffixDecoding (Oliaro et al. 2024), the method `suffix` in vLLM. These keep suffix trees. This module keeps a
-chain of the places of each pair of tokens, as deflate does, which takes less memory and can forget the oldest.
+SuffixDecoding (Oliaro et al. 2024), the method `suffix` in vLLM, by Arctic Inference.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 
 from inflight.core.request.draft_length import DraftLength
 
-MAX_MATCH = 16
-"""Occurrences that agree in so many tokens count as equally long."""
+MIN_MATCH, MAX_MATCH = 2, 16
+"""Occurrences of fewer tokens are not used; those that agree in more tokens count as equally long."""
 
 MAX_PLACES = 16
-"""Number of latest occurrences of the last two tokens that are compared, in the sequence and in other answers."""
+"""Number of the latest of equally long occurrences that are counted, in the sequence and in other answers."""
 
 CAPACITY = 1 << 16
 """Number of places that are remembered of a sequence, and of all recent answers together."""
 
+MAX_READ = 4096
+"""Number of tokens of a sequence that are read for one draft; a longer prompt is read in several iterations."""
+
+_START = -1
+"""Stands for the token before the first token of a text."""
+
 Place = tuple[list[int], int]
-"""A text and the position of one of its tokens."""
+"""A text and the position of one of its tokens; the tokens up to this position never change."""
 
 
-class PairPlaces:
-    """The places that follow each pair of tokens in some texts, as far as they are among the latest ones.
-
-    Adding a place takes constant time.
+class _Branch:
+    """The places after some n tokens, if they are more than MAX_PLACES, divided by the token before these.
 
     Args:
-        capacity: Number of places that are remembered.
+        places: MAX_PLACES of them, oldest first.
+        depth: n.
+
+    Attributes:
+        places: The latest MAX_PLACES of them, oldest first.
+        children: By the token before: a branch, or a list of up to MAX_PLACES places, oldest first.
+    """
+
+    __slots__ = ("children", "places")
+
+    def __init__(self, places: list[Place], depth: int) -> None:
+        divided: dict[int, list[Place]] = {}
+        for place in places:
+            text, position = place
+            divided.setdefault(text[position - 1 - depth] if depth < position else _START, []).append(place)
+        self.places = places
+        self.children: dict[int, _Branch | list[Place]] = {**divided}
+
+
+class SuffixTree:
+    """Finds the places in some texts before which the most tokens are equal to given ones.
+
+    The places are divided by the tokens before them, the last one first, which makes a suffix tree of the texts
+    read backwards. So one walk finds the longest occurrence, and the oldest place can be forgotten. To need less
+    memory, the tree branches only where more than MAX_PLACES places follow the same tokens. Each method but
+    `_mend` takes at most MAX_MATCH steps of up to MAX_PLACES places.
+
+    If a method raises at any line, the next one makes the tree anew from its places.
+
+    Args:
+        capacity: Number of places that are remembered, at least 1. When there are more, the oldest is forgotten.
     """
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
-        self._count = 0  # places ever added; the place with number n is in slot n % capacity
-        # Each place, and the number of the place before that follows the same pair; -1: none.
-        self._slots: list[tuple[Place, int]] = []
-        self._latest: dict[int, int] = {}  # number of the latest place, by pair
+        self._places: deque[Place] = deque()  # oldest first
+        # By the last MIN_MATCH tokens as one number; below, by one token at each step.
+        self._root: dict[int, _Branch | list[Place]] = {}
+        self._is_whole = True  # whether the tree has exactly these places
 
     def __len__(self) -> int:
-        return min(self._count, self._capacity)
+        return len(self._places)
+
+    @property
+    def latest(self) -> Place | None:
+        """The place that was added last; None if there is none."""
+        return self._places[-1] if self._places else None
 
     def add(self, text: list[int], position: int) -> None:
-        """Remember the place of the token at `position`, at least 2. Tokens of `text` up to it never change.
+        """Remember the place of the token at `position`, which is at least MIN_MATCH."""
+        if not self._is_whole:
+            self._mend()
+        place = text, position
+        self._is_whole = False
+        self._places.append(place)
+        self._insert(place)
+        if len(self._places) > self._capacity:
+            self._remove(self._places.popleft())
+        self._is_whole = True
 
-        If this raises at any line, the other places can still be found.
+    def find(self, tokens: list[int]) -> tuple[int, list[Place]]:
+        """Find the places before which the most tokens are equal to the last ones of `tokens`.
+
+        Args:
+            tokens: At least MIN_MATCH tokens.
+
+        Returns:
+            The number of equal tokens, MAX_MATCH at most, or 0 if there are less than MIN_MATCH; and the latest
+            MAX_PLACES of the places, latest first.
         """
-        pair, number = _pair(text, position), self._count
-        entry = (text, position), self._latest.get(pair, -1)
-        slot = number % self._capacity
-        if number >= self._capacity:
-            oldest = _pair(*self._slots[slot][0])
-            if self._latest.get(oldest) == number - self._capacity:
-                del self._latest[oldest]
-        self._slots[slot : slot + 1] = [entry]
-        self._count = number + 1
-        self._latest[pair] = number
+        if not self._is_whole:
+            self._mend()
+        node, depth = self._root.get(_last_two(tokens, len(tokens))), MIN_MATCH
+        while isinstance(node, _Branch):
+            child = node.children.get(tokens[-1 - depth]) if depth < len(tokens) else None
+            if child is None:
+                return depth, node.places[::-1]
+            node, depth = child, depth + 1
+        return (0, []) if node is None else _longest(node, tokens)
 
-    def find(self, text: list[int]) -> list[Place]:
-        """Return the places that follow the last two tokens of `text`, the latest first, up to MAX_PLACES."""
-        found: list[Place] = []
-        number, oldest = self._latest.get(_pair(text, len(text)), -1), self._count - len(self)
-        while number >= oldest and len(found) < MAX_PLACES:
-            place, number = self._slots[number % self._capacity]
-            found.append(place)
-        return found
+    def _insert(self, place: Place) -> None:
+        """Add a place that is later than all others in the tree."""
+        text, position = place
+        children, key, depth = self._root, _last_two(text, position), MIN_MATCH
+        while True:
+            node = children.get(key)
+            if node is None:
+                children[key] = [place]
+                return
+            if isinstance(node, list):
+                if len(node) < MAX_PLACES:
+                    node.append(place)
+                    return
+                if depth == MAX_MATCH or key == _START:  # all of them agree as far as they are compared
+                    del node[0]
+                    node.append(place)
+                    return
+                node = children[key] = _Branch(node, depth)
+            del node.places[0]
+            node.places.append(place)
+            children, key = node.children, text[position - 1 - depth] if depth < position else _START
+            depth += 1
+
+    def _remove(self, place: Place) -> None:
+        """Remove the oldest place of the tree."""
+        text, position = place
+        children, key, depth = self._root, _last_two(text, position), MIN_MATCH
+        while True:
+            node = children[key]
+            places = node.places if isinstance(node, _Branch) else node
+            if places[0] is place:  # then there are no others than these, so that the branch is not needed
+                if len(places) > 1:
+                    children[key] = places[1:]
+                else:
+                    del children[key]
+                return
+            if isinstance(node, list):  # it was left out, as later ones agree as far as they are compared
+                return
+            children, key = node.children, text[position - 1 - depth] if depth < position else _START
+            depth += 1
+
+    def _mend(self) -> None:
+        """Make the tree anew from its places, after a call that raised."""
+        self._root = {}
+        for place in self._places:
+            self._insert(place)
+        self._is_whole = True
 
 
 class SuffixDecoding:
@@ -83,11 +176,10 @@ class SuffixDecoding:
         length: The length that the next draft should have at most, if drafts take time from other sequences.
     """
 
-    def __init__(self, tokens: list[int], most: int, answers: PairPlaces | None = None) -> None:
+    def __init__(self, tokens: list[int], most: int, answers: SuffixTree | None = None) -> None:
         self.length = DraftLength(most)
         self._tokens = tokens
-        self._own = PairPlaces()
-        self._next_position = 2  # of the first token that is not indexed in `_own`
+        self._own = SuffixTree()
         self._answers = answers
         self._answer: list[int] = []  # of this sequence
 
@@ -98,7 +190,7 @@ class SuffixDecoding:
             self.length.advance(1)
             if self._answers is not None:
                 answer.append(token_id)
-                if len(answer) > 2:
+                if len(answer) > MIN_MATCH:
                     self._answers.add(answer, len(answer) - 1)
 
     def propose(self, max_tokens: int) -> tuple[int, ...]:
@@ -108,30 +200,37 @@ class SuffixDecoding:
         those that continue otherwise are left out. Among equally frequent tokens, that of the sequence itself is
         preferred to that of other answers, then the latest. Empty if the last two tokens did not occur before.
         """
-        tokens = self._tokens
-        if len(tokens) < 2:
+        tokens, own = self._tokens, self._own
+        if len(tokens) < MIN_MATCH:
             return ()
-        for position in range(max(self._next_position, len(tokens) - CAPACITY), len(tokens)):
-            self._own.add(tokens, position)
-        self._next_position = max(2, len(tokens))
-        places = self._own.find(tokens)
+        latest = own.latest
+        first = max(MIN_MATCH if latest is None else latest[1] + 1, len(tokens) - CAPACITY)
+        for position in range(first, min(first + MAX_READ, len(tokens))):
+            own.add(tokens, position)
+        length, places = own.find(tokens)
         if self._answers is not None:
-            places += [place for place in self._answers.find(tokens) if place[0] is not self._answer]
-        return _most_frequent(_longest(places, tokens), max_tokens)
+            other_length, others = self._answers.find(tokens)
+            others = [place for place in others if place[0] is not self._answer]
+            if other_length > length:
+                places = others
+            elif other_length == length:
+                places += others
+        return _most_frequent(places, max_tokens)
 
 
-def _pair(text: list[int], position: int) -> int:
+def _last_two(text: list[int], position: int) -> int:
     """Return the two tokens before `position` as one number; token ids have 32 bits."""
     return text[position - 2] << 32 | text[position - 1]
 
 
-def _longest(places: list[Place], tokens: list[int]) -> list[Place]:
-    """Return those places before which the most tokens are equal to the last ones of `tokens`."""
+def _longest(places: list[Place], tokens: list[int]) -> tuple[int, list[Place]]:
+    """Return those places before which the most tokens are equal to the last ones of `tokens`, latest first, and
+    how many are."""
     tail = tokens[-MAX_MATCH:]
-    longest, found = 0, list[Place]()
-    for text, position in places:
+    longest, found = MIN_MATCH, list[Place]()
+    for text, position in reversed(places):
         most = min(len(tail), position)
-        length = 2
+        length = MIN_MATCH
         if text[position - most : position] == tail[len(tail) - most :]:
             length = most
         while length < most and text[position - 1 - length] == tail[-1 - length]:
@@ -140,7 +239,7 @@ def _longest(places: list[Place], tokens: list[int]) -> list[Place]:
             longest, found = length, []
         if length == longest:
             found.append((text, position))
-    return found
+    return longest, found
 
 
 def _most_frequent(places: list[Place], max_tokens: int) -> tuple[int, ...]:
