@@ -16,6 +16,9 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
+PROC = Path("/proc")
+"""The kernel's folder about processes."""
+
 STATE, PARENT, MINOR_FAULTS, MAJOR_FAULTS = 0, 1, 7, 9
 """Indices of `stat_fields`."""
 _START_TIME = 19
@@ -85,7 +88,7 @@ class ProcessId:
 
     def children(self) -> list[ProcessId]:
         """Return the running processes that this process started."""
-        stats = ((int(entry.name), stat_fields(int(entry.name))) for entry in Path("/proc").glob("[0-9]*"))
+        stats = ((pid, stat_fields(pid)) for pid in all_pids())
         return [
             ProcessId(pid, int(fields[_START_TIME]))
             for pid, fields in stats
@@ -135,10 +138,26 @@ def this_parent() -> ProcessId:
     return parent
 
 
+def all_pids() -> list[int]:
+    """Return the numbers of all processes of this machine."""
+    return [int(entry.name) for entry in PROC.glob("[0-9]*")]
+
+
+def words_of(pid: int, file: str) -> list[bytes]:
+    """Return what a process's file in /proc has, divided at NUL bytes; [b""] if it cannot be read.
+
+    The files `cmdline` and `environ` are empty once the process has ended, and another user's cannot be read.
+    """
+    try:
+        return (PROC / str(pid) / file).read_bytes().split(b"\0")
+    except OSError:
+        return [b""]
+
+
 def stat_fields(pid: int) -> list[str] | None:
     """Return a process's fields in /proc/PID/stat after the name; None if there is no such process."""
     try:
         # The name is in brackets and may contain any characters.
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None

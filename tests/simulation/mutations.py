@@ -53,9 +53,20 @@ class Mutation:
                 for old, new in defined:
                     if value is old:
                         setattr(each, name, new)
+        heirs = [
+            (heir, heir.__bases__)
+            for old, _ in defined
+            if isinstance(old, type)
+            for heir in old.__subclasses__()
+            if heir.__module__ != module.__name__
+        ]
+        for heir, bases in heirs:
+            heir.__bases__ = tuple(dict(defined).get(base, base) for base in bases)
         try:
             yield
         finally:
+            for heir, bases in heirs:
+                heir.__bases__ = bases
             for each, names in before.items():
                 vars(each).clear()
                 vars(each).update(names)

@@ -23,17 +23,19 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from inflight.processes import ProcessId, this_parent
+from inflight.processes import ProcessId, this_parent, words_of
 from inflight.server.runtime_directory import UMASK, note_loss
 
 _END, _DISMISS, _REST = b"end", b"dismiss", b"rest"
 _RANKS, _FILES, _BEAT = b"ranks", b"files", b"beat"
 _SHARED_MEMORY = Path("/dev/shm")
-_REGION = 2  # index in a stub's arguments of the name of its shared memory
+# Indices in a stub's arguments: the name of its shared memory, and the process id of its tritonserver.
+_REGION, _SERVER = 2, 5
 _STUB = b"triton_python_backend_stub"
 _SERVER_GRACE_S = 2.0
 _RANKS_GRACE_S = 1.0
 _KILLED_S = 2.0
+_DISMISSED_S = 10.0  # longer than it takes a guard that has just begun to end the server
 SILENCE_S = 20.0
 """Largest number of seconds between heartbeats. They stop if a process is stopped, or native code holds the
 GIL."""
@@ -57,7 +59,7 @@ class Guard:
         self._process = subprocess.Popen(
             # The name of this process's shared memory is passed to the guard, because the arguments of a
             # killed process cannot be read.
-            [python, "-I", "-m", "inflight.server.guard", str(this_parent()), _region(os.getpid()), model],
+            [python, "-I", "-m", "inflight.server.guard", str(_server()), _region(os.getpid()), model],
             bufsize=0,  # so that a line is one write, from any thread
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -94,7 +96,11 @@ class Guard:
         with contextlib.suppress(OSError):
             assert self._process.stdin is not None
             self._process.stdin.close()
-        self._process.wait()
+        try:
+            self._process.wait(_DISMISSED_S)
+        except subprocess.TimeoutExpired:  # it is stopped
+            self._process.kill()
+            self._process.wait()
 
     def rest(self) -> None:
         """End the supervision of this process, but keep the guard and its descriptors until the server ends."""
@@ -230,7 +236,7 @@ def _end_all(server: ProcessId, leftovers: _Leftovers) -> None:
     # tritonserver's exit status may be that of an ordinary end, and mpirun's may be 0 although tritonserver
     # was killed.
     note_loss()
-    stubs = [child for child in server.children() if _STUB in _arguments(child.pid)[0]]
+    stubs = [child for child in server.children() if _STUB in words_of(child.pid, "cmdline")[0]]
     # The names must match exactly, because one server's prefix may be the beginning of another server's.
     regions = {name for name in [leftovers.region, *(_region(stub.pid) for stub in stubs)] if name}
     launcher = leftovers.launcher
@@ -254,20 +260,22 @@ def _end_all(server: ProcessId, leftovers: _Leftovers) -> None:
             path.unlink(missing_ok=True)
 
 
+def _server() -> ProcessId:
+    """Return the tritonserver of this stub, also if it has ended, and this process has got another parent."""
+    parent, arguments = this_parent(), words_of(os.getpid(), "cmdline")
+    started_by = (
+        int(arguments[_SERVER]) if _region(os.getpid()) and len(arguments) > _SERVER + 1 else parent.pid
+    )
+    return parent if parent.pid == started_by else ProcessId(started_by, start_time=0)  # which has ended
+
+
 def _region(stub: int) -> str:
     """Return the name of a stub's shared memory; "" for any other process."""
-    arguments = _arguments(stub)
+    arguments = words_of(stub, "cmdline")
     if _STUB not in arguments[0] or len(arguments) <= _REGION:
         return ""
     name = os.fsdecode(arguments[_REGION])
     return name if Path(name).name == name else ""
-
-
-def _arguments(pid: int) -> list[bytes]:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return [b""]
 
 
 if __name__ == "__main__":

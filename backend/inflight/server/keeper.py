@@ -5,7 +5,6 @@ reason. The class `Keeper` is used in the launcher; the keeper process runs `pyt
 FOLDER`.
 """
 
-import contextlib
 import signal
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from pathlib import Path
 
 from inflight.server import orphans, runtime_directory
 
-_DONE = b"done\n"
 _GRACE_S = 10.0
 
 
@@ -36,18 +34,19 @@ class Keeper:
         orphans.claim(self._process)
 
     def dismiss(self) -> None:
-        """End the keeper process, after the server has ended and its files are removed."""
-        with contextlib.suppress(BrokenPipeError):  # the keeper was killed
-            self._process.communicate(_DONE)
+        """End the keeper process, also a stopped one, after the server has ended and its files are removed."""
+        self._process.kill()
         self._process.wait()
+        assert self._process.stdin is not None, "started without a pipe"
+        self._process.stdin.close()
 
 
 def main(folder: Path) -> None:
-    """Wait until the launcher dismisses the keeper or ends. If the launcher ended, end the server."""
+    """Wait until the launcher ends, and then end the server. The launcher kills a keeper that it no longer
+    needs."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # these signals are meant for the launcher
-    if sys.stdin.buffer.read() == _DONE:
-        return
+    sys.stdin.buffer.read()
     _ask_to_end(folder)
     runtime_directory.end_processes(folder)
     runtime_directory.remove(folder)

@@ -2,7 +2,7 @@
 
 Like all of the server's processes it is found by the server's folder, so it ends with the server even if this
 launcher is killed (`keeper`). Owns one thread, which waits until the process ends and restarts it, also after
-it was stopped for a while (SIGSTOP).
+it was stopped for a while (SIGSTOP), and one that waits until the process listens.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import IO, TextIO
 
 from inflight.processes import ProcessId, stat_fields
 from inflight.server import orphans
@@ -104,26 +104,44 @@ class KeptProcess(ABC):
             if self._ending.wait(_START_CHECK_S):
                 return
         num_lost = 0
-        while (process := self._start_one(arguments)) is not None:
+        while True:
             begun_s = time.monotonic()
-            assert process.stdout is not None and process.stderr is not None, "started without pipes"
-            log = ServerLog(process.stderr, self._echo, has_gpu=True)
-            # The process writes one line when it listens, and no line if it ends before.
-            self._was_up |= bool(process.stdout.readline())
-            status = self._wait(process)
-            process.stdout.close()
-            if self._ending.is_set():
-                return
-            log.join(timeout=2)
-            if not self._was_up:
-                self.failure = log.text().strip() or f"it ended with exit status {status}"
+            try:
+                loss = self._run_one(arguments)
+            except OSError as error:  # no process can be started now, or there are no descriptors
+                loss = f"cannot be started ({error.strerror})"
+                self.failure = None if self._was_up else loss
+            if loss is None or self.failure is not None or self._ending.is_set():
                 return
             num_lost = 0 if time.monotonic() - begun_s > _PROVEN_S else num_lost
             pause_s = _PAUSES_S[min(num_lost, len(_PAUSES_S) - 1)]
             num_lost += 1
             when = f"in {pause_s:g} s" if pause_s else "now"
-            self._write_line(f"{self._name} ended (exit status {status}) and is started again {when}")
+            self._write_line(f"{self._name} {loss} and is started again {when}")
             self._ending.wait(pause_s)
+
+    def _run_one(self, arguments: tuple[str, ...]) -> str | None:
+        """Start a process and wait until it ends; return how it was lost, or None if the end had begun before."""
+        process = self._start_one(arguments)
+        if process is None:
+            return None
+        assert process.stdout is not None and process.stderr is not None, "started without pipes"
+        log = ServerLog(process.stderr, self._echo, has_gpu=True)
+        reading = threading.Thread(target=self._note_listening, args=(process.stdout,), daemon=True)
+        reading.start()
+        status = self._wait(process)
+        reading.join()
+        if self._ending.is_set():
+            return None
+        log.join(timeout=2)
+        if not self._was_up:
+            self.failure = log.text().strip() or f"it ended with exit status {status}"
+        return f"ended (exit status {status})"
+
+    def _note_listening(self, output: IO[bytes]) -> None:
+        """Read the line that the process writes when it listens. It writes no line if it ends before."""
+        with output:
+            self._was_up |= bool(output.readline())
 
     def _wait(self, process: "subprocess.Popen[bytes]") -> int:
         """Wait until a process ends, and return its exit status. Kill it if two looks in a row find it stopped."""

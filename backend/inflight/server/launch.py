@@ -198,12 +198,12 @@ class TritonServer:
 
     def start(self) -> None:
         """Start the process without waiting for it."""
-        self._keeper = Keeper(self._folder)
         command = self._command()
         if self._leader:
             variables, pid_file = self._installation.variables(), self._folder / PID_FILE
             command = ranks.leader_command(command, variables, pid_file, self._leader)
         try:
+            self._keeper = Keeper(self._folder)
             self._process = ServerProcess(command, self._environment, self._folder, bool(self._leader))
         except OSError as error:
             raise ServeError(f"{command[0]} cannot be run: {error.strerror}") from None

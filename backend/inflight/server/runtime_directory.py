@@ -16,7 +16,7 @@ import signal
 import tempfile
 from pathlib import Path
 
-from inflight.processes import ProcessId
+from inflight.processes import ProcessId, all_pids, words_of
 
 FOLDER_VARIABLE = "XDG_RUNTIME_DIR"
 """Environment variable with the path of a server's folder, in which the engine's socket is, too."""
@@ -77,8 +77,10 @@ def remove(folder: Path) -> None:
 def find_processes(folder: Path) -> list[ProcessId]:
     """Return the server's running processes."""
     mark = os.fsencode(f"{FOLDER_VARIABLE}={folder}")
-    running = [ProcessId.of(int(entry.name)) for entry in Path("/proc").glob("[0-9]*")]
-    return [process for process in running if process is not None and mark in _environment(process.pid)]
+    running = map(ProcessId.of, all_pids())
+    return [
+        process for process in running if process is not None and mark in words_of(process.pid, "environ")
+    ]
 
 
 def end_processes(folder: Path) -> None:
@@ -122,10 +124,3 @@ def note_initialized(model: str) -> None:
 def initialized_models(folder: Path) -> set[str]:
     """Return the models whose processes have called `note_initialized`."""
     return {path.name.removeprefix(_INITIALIZED) for path in folder.glob(f"{_INITIALIZED}*")}
-
-
-def _environment(pid: int) -> list[bytes]:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # the process has ended, or belongs to another user
-        return []

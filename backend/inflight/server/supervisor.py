@@ -138,6 +138,15 @@ class Supervisor:
     def _start_once(self) -> TritonServer | None:
         if self._has_served and self._signals.any():
             return None
+        try:
+            return self._make_ready()
+        except OSError as error:
+            if not self._has_served:
+                raise
+            # The disk may have room again when the server is started again.
+            raise ServeError(f"the server cannot be started: {error}") from error
+
+    def _make_ready(self) -> TritonServer | None:
         server = TritonServer(self._options, self._echo)
         try:
             server.start()

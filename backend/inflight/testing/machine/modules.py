@@ -21,6 +21,8 @@ from inflight.core.report.stats import MemoryUsage
 from inflight.serving import memory
 
 from .disk import Disk
+from .kernel import Kernel
+from .kernel_modules import names_for
 from .scheduler import Machine
 from .sockets import Network, Selector
 from .threads import (
@@ -59,12 +61,15 @@ _OWN = __package__ or ""
 
 
 @contextlib.contextmanager
-def on(machine: Machine, network: Network, disk: Disk | None = None) -> Generator[None]:
+def on(
+    machine: Machine, network: Network, disk: Disk | None = None, kernel: Kernel | None = None
+) -> Generator[None]:
     """Run the package's code on a machine in this context. Log lines are dropped.
 
     Args:
         machine, network: The machine, and its sockets.
         disk: The disk for saved KV blocks; None: they are not saved in files.
+        kernel: The kernel for the server's processes; None: they start no others.
     """
     for name in _LAZY:
         importlib.import_module(name)
@@ -94,6 +99,8 @@ def on(machine: Machine, network: Network, disk: Disk | None = None) -> Generato
         names = dict(simulated)
         if module.__name__ == "inflight.endpoint.path":
             names[os] = network.files_of_sockets()
+        if kernel is not None:
+            names |= names_for(kernel, module.__name__)
         if module.__name__ == "inflight.block_store.files" and disk is not None:
             names[os] = disk.functions()
         for name, value in list(vars(module).items()):

@@ -177,6 +177,11 @@ class Machine:
         return self._current
 
     @property
+    def is_running_a_thread(self) -> bool:
+        """Whether a simulated thread runs now, and not the loop."""
+        return self._current is not None
+
+    @property
     def process(self) -> Process:
         """The process of the fiber that runs now."""
         return self.current.process

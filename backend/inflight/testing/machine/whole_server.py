@@ -14,7 +14,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from unittest.mock import patch
 from zlib import crc32
 
@@ -41,39 +41,18 @@ from .answers import Ticket, check_ticket
 from .closed_engine import FailingDevice, check_closed
 from .disk import Disk, EngineBlocks
 from .invariants import check_waits, checked
+from .run import MOST_FAULTS, RunReport, SimulatedRun
 from .scheduler import Machine, Process
 from .sockets import Network
 from .threads import Lock
 
 PATH = "/run/engine.sock"
 _LONGEST_S = 900.0
-_MOST_FAULTS = 8
 _QUERY_TIMEOUT_S = 20.0
 _IDLE_S = 20.0  # until nothing of a request is left, once all front ends have their answers
 
 
-@dataclass(frozen=True)
-class RunReport:
-    """Counts of a run of a simulated server: its requests, faults and time.
-
-    Attributes:
-        num_requests: Requests that were submitted.
-        endings: How many ended, by finish reason or code of the error.
-        faults: How many faults there were, by kind.
-        simulated_s: Simulated seconds.
-        num_switches: How often a simulated thread was run.
-        trace: A digest of all responses and their times, equal for equal seeds.
-    """
-
-    num_requests: int
-    endings: Counter[str]
-    faults: Counter[str]
-    simulated_s: float
-    num_switches: int
-    trace: int
-
-
-class WholeServer:
+class WholeServer(SimulatedRun):
     """One run of a whole server, with its engine, front ends, users and faults.
 
     Args:
@@ -114,8 +93,8 @@ class WholeServer:
         self._step_s = self.rng.choice([0.0, 0.001, 0.02, 0.2])
         self._fails = self.rng.choice([0.0, 0.0, 0.02, 0.2])
         self._has_slow_readers = self.rng.random() < 0.4
-        has_faults, num_faults = self.rng.random() < 0.8, self.rng.randint(1, _MOST_FAULTS)
-        self._num_faults = min(num_faults * has_faults, _MOST_FAULTS if most_faults is None else most_faults)
+        has_faults, num_faults = self.rng.random() < 0.8, self.rng.randint(1, MOST_FAULTS)
+        self._num_faults = min(num_faults * has_faults, MOST_FAULTS if most_faults is None else most_faults)
         self._fault_times: list[tuple[int, float]] = []
         self._failures_ns: list[int] = []
         self._devices: list[FailingDevice] = []
@@ -170,18 +149,6 @@ class WholeServer:
     def _saves_blocks(self) -> bool:
         """Choose whether KV blocks are saved in files."""
         return self.rng.random() < 0.5
-
-    @classmethod
-    def fewest_faults(cls, seed: int) -> str:
-        """Return how few of its faults a failing seed needs: the shortest prefix of them with which it fails."""
-        for most_faults in range(_MOST_FAULTS + 1):
-            server = cls(seed, most_faults)
-            try:
-                server.run()
-            except Exception:  # any failure of a run, also one of the code that it runs
-                kinds = ", ".join(f"{count} {kind}" for kind, count in server.faults.items())
-                return f"with its first {most_faults} faults ({kinds or 'none'})"
-        return "no more: it is not deterministic"
 
     def _is_done(self) -> bool:
         return self._chaos_is_over and not self._users_left.total()

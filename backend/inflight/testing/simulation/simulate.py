@@ -3,7 +3,7 @@
 Every seed makes scenarios of requests, stops and failures of the device for the scheduler. Each runs on four
 kinds of device and with three kinds of models. Then a whole server runs on a simulated machine, with its threads,
 processes and sockets, one with several ranks, and one with Triton's front ends. Every request must get the result
-that it gets alone.
+that it gets alone. Last, the supervision restarts and ends a server's processes, which are killed and stopped.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .scenario import DEVICES, DRAWS, MODELS, time_of
 from .simulated_server import run
 
 if TYPE_CHECKING:
-    from inflight.testing.machine.whole_server import WholeServer
+    from inflight.testing.machine.run import SimulatedRun
 
 _MAX_SEED = 2**32
 _REPORT_EVERY_S = 10.0
 _NS_PER_S = 10**9
 _NS_PER_HOUR = 3600 * _NS_PER_S
 _MAX_SHOWN = 20  # failures
-_SERVERS = ("whole server", "server with several ranks", "server with Triton's front ends")
+_SERVERS = ("whole server", "server with several ranks", "server with Triton's front ends", "supervision")
 
 
 def scenarios(seed: int) -> Iterator[tuple[str, Callable[[], int]]]:
@@ -53,12 +53,13 @@ def _run_server(name: str, seed: int) -> int:
     return int(_server(name)(seed).run().simulated_s * _NS_PER_S)
 
 
-def _server(name: str) -> type[WholeServer]:
+def _server(name: str) -> type[SimulatedRun]:
     from inflight.testing.machine.ranked_server import RankedServer
+    from inflight.testing.machine.supervised_server import SupervisedServer
     from inflight.testing.machine.triton_server import ServerForTriton
     from inflight.testing.machine.whole_server import WholeServer
 
-    return (WholeServer, RankedServer, ServerForTriton)[_SERVERS.index(name)]
+    return (WholeServer, RankedServer, ServerForTriton, SupervisedServer)[_SERVERS.index(name)]
 
 
 class Search:
