@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+from inflight.core.kv.store_stats import DISK, HOST, StoreStats, TierStats
 from inflight.core.report.stats import (
     IterationCounts,
     KeptIteration,
@@ -12,6 +13,7 @@ from inflight.core.report.stats import (
     RequestCounts,
     RequestCountsOfIteration,
     RequestStage,
+    kv_changes,
 )
 from inflight.executor_stats import iteration_stats, request_stats
 from tests.core.test_stats import MEMORY, NOON, STATIC, STATS
@@ -45,6 +47,8 @@ def test_statistics_have_the_executors_json_keys():
             "numDraftTokens": 5, "numAcceptedTokens": 3, "numRequestsWithDraftTokens": 2, "acceptanceLength": 2.5,
             "iterLatencyMS": 0.0, "draftOverhead": 0.0,
         },
+        "kvCacheIterationStats": None,
+        "kvCacheTierStats": None,
     }  # fmt: skip
 
 
@@ -65,6 +69,46 @@ def test_averages_of_an_idle_iteration_are_zero():
     fields = as_json(empty)
     assert fields["inflightBatchingStats"]["avgNumDecodedTokensPerIter"] == 0.0
     assert fields["kvCacheStats"]["cacheHitRate"] == 0.0
+
+
+STORE = StoreStats(
+    100, 7, 700, 4, 400,
+    (TierStats(HOST, 950, 6, 600, 7, 700, 3, 300, 1, 100), TierStats(DISK, 5000, 9, 1044, 7, 812, 1, 116, 2, 232)),
+)  # fmt: skip
+BEFORE = replace(
+    STATS, num_taken_blocks=80, num_reused_blocks=24, num_missed_blocks=8,
+    block_store=StoreStats(100, 5, 500, 3, 300, (TierStats(HOST, 950, 5, 500, 5, 500, 3, 300),)),
+)  # fmt: skip
+SAVING = replace(STATS, max_sequence_length=4096, num_cached_blocks=50, block_store=STORE)
+
+
+def test_tiers_of_the_kv_cache_have_tensorrt_llms_names():
+    """The names are those of `kvCacheIterationStats` in TensorRT-LLM (pyexecutor/kv_cache_stats.py)."""
+    entry = KeptIteration(SAVING, NOON, kv_changes(SAVING, BEFORE))
+    found = json.loads(iteration_stats(entry, MEMORY).to_json_str())
+    assert found["kvCacheIterationStats"] == {
+        "4096": {
+            "primaryMaxNumBlocks": 300, "primaryFreeNumBlocks": 200, "primaryUsedNumBlocks": 100,
+            "primaryEvictableNumBlocks": 50, "secondaryMaxNumBlocks": 9, "secondaryFreeNumBlocks": 3,
+            "secondaryUsedNumBlocks": 6, "secondaryEvictableNumBlocks": 6, "iterAllocTotalBlocks": 10,
+            "iterAllocNewBlocks": 10, "iterReusedBlocks": 6, "iterMissedBlocks": 2, "iterCacheHitRate": 0.75,
+            "iterOnboardBlocks": 1, "iterOnboardBytes": 100, "iterOffloadBlocks": 2, "iterOffloadBytes": 200,
+            "iterHostDroppedBlocks": 1, "iterHostDroppedBytes": 100,
+        }
+    }  # fmt: skip
+    host, disk = found["kvCacheTierStats"]
+    assert host == {
+        "medium": "host", "maxBytes": 950, "usedNumBlocks": 6, "usedBytes": 600, "offloadBlocks": 7,
+        "offloadBytes": 700, "onboardBlocks": 3, "onboardBytes": 300, "droppedBlocks": 1, "droppedBytes": 100,
+    }  # fmt: skip
+    assert (disk["medium"], disk["usedNumBlocks"], disk["onboardBlocks"]) == ("disk", 9, 1)
+
+
+def test_without_a_block_store_there_is_no_secondary_memory():
+    entry = KeptIteration(STATS, NOON, kv_changes(STATS, None))
+    (found,) = json.loads(iteration_stats(entry, MEMORY).to_json_str())["kvCacheIterationStats"].values()
+    assert not any(value for key, value in found.items() if key.startswith("secondary"))
+    assert (found["iterReusedBlocks"], found["iterOnboardBlocks"]) == (STATS.num_reused_blocks, 0)
 
 
 def test_request_statistics_have_the_executors_json_keys():

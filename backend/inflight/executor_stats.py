@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import cast
 
+from inflight.core.kv.store_stats import HOST
 from inflight.core.report import stats as core
 from inflight.core.report.stats import RequestStage
 
@@ -45,6 +46,76 @@ class KvCacheStats(_WithJson):
     reused_blocks: int = 0
     missed_blocks: int = 0
     cache_hit_rate: float = 0.0
+
+
+@dataclass
+class KvCacheIterationStats(_WithJson):
+    """The KV cache and host memory for saved blocks after an iteration, and what the iteration did with them.
+
+    In TensorRT-LLM, this is `kvCacheIterationStats` of a statistics' JSON object.
+
+    Attributes:
+        primary_max_num_blocks, primary_free_num_blocks, primary_used_num_blocks: Blocks of the cache; used ones
+            are held by running requests, all others are free.
+        primary_evictable_num_blocks: Free blocks whose content can be found again.
+        secondary_max_num_blocks, secondary_free_num_blocks, secondary_used_num_blocks: Blocks for which there is
+            host memory; 0 on a CPU, where this memory is a part of the cache.
+        secondary_evictable_num_blocks: The used ones, because none is held.
+        iter_alloc_total_blocks, iter_alloc_new_blocks: Free blocks that sequences took.
+        iter_reused_blocks, iter_missed_blocks: Full blocks that admissions found in the cache, and did not find.
+        iter_cache_hit_rate: Found blocks / found and missed blocks.
+        iter_onboard_blocks, iter_onboard_bytes: Saved blocks that were copied back into the cache, from host
+            memory or files.
+        iter_offload_blocks, iter_offload_bytes: Blocks that were copied to host memory or files.
+        iter_host_dropped_blocks, iter_host_dropped_bytes: Blocks that were dropped from host memory.
+    """
+
+    primary_max_num_blocks: int = 0
+    primary_free_num_blocks: int = 0
+    primary_used_num_blocks: int = 0
+    primary_evictable_num_blocks: int = 0
+    secondary_max_num_blocks: int = 0
+    secondary_free_num_blocks: int = 0
+    secondary_used_num_blocks: int = 0
+    secondary_evictable_num_blocks: int = 0
+    iter_alloc_total_blocks: int = 0
+    iter_alloc_new_blocks: int = 0
+    iter_reused_blocks: int = 0
+    iter_missed_blocks: int = 0
+    iter_cache_hit_rate: float = 0.0
+    iter_onboard_blocks: int = 0
+    iter_onboard_bytes: int = 0
+    iter_offload_blocks: int = 0
+    iter_offload_bytes: int = 0
+    iter_host_dropped_blocks: int = 0
+    iter_host_dropped_bytes: int = 0
+
+
+@dataclass
+class KvCacheTierStats(_WithJson):
+    """A tier of saved KV blocks, host memory or files: its content, and counts since the start.
+
+    TensorRT-LLM has no such class.
+
+    Attributes:
+        medium: "host" or "disk".
+        max_bytes: Maximum size of what it holds.
+        used_num_blocks, used_bytes: The blocks that it holds.
+        offload_blocks, offload_bytes: Blocks written to it.
+        onboard_blocks, onboard_bytes: Blocks loaded from it into the cache.
+        dropped_blocks, dropped_bytes: Blocks that it does not hold any more.
+    """
+
+    medium: str = ""
+    max_bytes: int = 0
+    used_num_blocks: int = 0
+    used_bytes: int = 0
+    offload_blocks: int = 0
+    offload_bytes: int = 0
+    onboard_blocks: int = 0
+    onboard_bytes: int = 0
+    dropped_blocks: int = 0
+    dropped_bytes: int = 0
 
 
 @dataclass
@@ -106,6 +177,10 @@ class IterationStats(_WithJson):
         kv_cache_stats, cross_kv_cache_stats: The KV cache; there is no cross-attention cache.
         static_batching_stats, inflight_batching_stats: The batch; exactly one of them is set.
         specdec_stats: Draft tokens; None if there were none.
+        kv_cache_iteration_stats: Statistics of the iteration's KV blocks, by the number of tokens to which
+            attention extends; this server has one entry, whose key is the longest sequence. None outside of an
+            iteration.
+        kv_cache_tier_stats: Host memory and files for saved KV blocks; None if there are none.
     """
 
     timestamp: str = ""
@@ -131,6 +206,8 @@ class IterationStats(_WithJson):
     static_batching_stats: StaticBatchingStats | None = None
     inflight_batching_stats: InflightBatchingStats | None = None
     specdec_stats: SpecDecodingStats | None = field(default=None, metadata={"json": "specDecodingStats"})
+    kv_cache_iteration_stats: dict[int, KvCacheIterationStats] | None = None
+    kv_cache_tier_stats: list[KvCacheTierStats] | None = None
 
 
 @dataclass
@@ -188,6 +265,8 @@ def _plain(value: object) -> object:
         return value.to_plain()
     if isinstance(value, Enum):
         return value.name
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in cast("dict[object, object]", value).items()}
     return [_plain(each) for each in cast("list[object]", value)] if isinstance(value, list) else value
 
 
@@ -234,7 +313,59 @@ def iteration_stats(entry: core.KeptIteration, memory: core.MemoryUsage) -> Iter
         static_batching_stats=_static_batching_stats(stats),
         inflight_batching_stats=_inflight_batching_stats(stats),
         specdec_stats=_spec_decoding_stats(stats),
+        kv_cache_iteration_stats=None if entry.kv is None else _kv_cache_iteration_stats(stats, entry.kv),
+        kv_cache_tier_stats=_kv_cache_tier_stats(stats),
     )
+
+
+def _kv_cache_iteration_stats(
+    stats: core.IterationCounts, changes: core.KvChanges
+) -> dict[int, KvCacheIterationStats]:
+    host, block_bytes = stats.block_store.tier(HOST), stats.block_store.block_bytes or 1
+    max_in_host, free_in_host = (
+        host.max_bytes // block_bytes,
+        (host.max_bytes - host.num_bytes) // block_bytes,
+    )
+    found = KvCacheIterationStats(
+        primary_max_num_blocks=stats.max_num_blocks,
+        primary_free_num_blocks=stats.num_free_blocks,
+        primary_used_num_blocks=stats.num_used_blocks,
+        primary_evictable_num_blocks=stats.num_cached_blocks,
+        secondary_max_num_blocks=max_in_host,
+        secondary_free_num_blocks=free_in_host,
+        secondary_used_num_blocks=max_in_host - free_in_host,
+        secondary_evictable_num_blocks=max_in_host - free_in_host,
+        iter_alloc_total_blocks=changes.num_taken,
+        iter_alloc_new_blocks=changes.num_taken,
+        iter_reused_blocks=changes.num_reused,
+        iter_missed_blocks=changes.num_missed,
+        iter_cache_hit_rate=core.hit_rate(changes.num_reused, changes.num_missed),
+        iter_onboard_blocks=changes.num_onboarded,
+        iter_onboard_bytes=changes.onboarded_bytes,
+        iter_offload_blocks=changes.num_offloaded,
+        iter_offload_bytes=changes.offloaded_bytes,
+        iter_host_dropped_blocks=changes.num_host_dropped,
+        iter_host_dropped_bytes=changes.host_dropped_bytes,
+    )
+    return {stats.max_sequence_length: found}
+
+
+def _kv_cache_tier_stats(stats: core.IterationCounts) -> list[KvCacheTierStats] | None:
+    return [
+        KvCacheTierStats(
+            medium=tier.medium,
+            max_bytes=tier.max_bytes,
+            used_num_blocks=tier.num_blocks,
+            used_bytes=tier.num_bytes,
+            offload_blocks=tier.num_saved,
+            offload_bytes=tier.saved_bytes,
+            onboard_blocks=tier.num_loaded,
+            onboard_bytes=tier.loaded_bytes,
+            dropped_blocks=tier.num_dropped,
+            dropped_bytes=tier.dropped_bytes,
+        )
+        for tier in stats.block_store.tiers
+    ] or None
 
 
 def _static_batching_stats(stats: core.IterationCounts) -> StaticBatchingStats | None:

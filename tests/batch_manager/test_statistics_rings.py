@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 from inflight.batch_manager.statistics_rings import StatisticsRings
-from inflight.core.report.stats import IterationCounts, MemoryUsage, RequestCounts, RequestStage
+from inflight.core.kv.store_stats import HOST, StoreStats, TierStats
+from inflight.core.report.stats import (
+    IterationCounts,
+    KvChanges,
+    MemoryUsage,
+    RequestCounts,
+    RequestStage,
+)
 from inflight.executor_stats import iteration_stats
 
 
@@ -37,6 +45,18 @@ def test_a_full_ring_drops_the_oldest_statistics():
     for iteration in range(5):
         rings.add(stats(iteration))
     assert numbers(rings.latest()) == [2, 3, 4]
+
+
+def test_changes_of_kept_iterations_add_up_to_the_counts_since_the_start():
+    rings = StatisticsRings(2)
+    totals = [(3, 1, 4), (3, 1, 4), (9, 2, 7)]  # the second iteration changes nothing
+    for taken, reused, dropped in totals:
+        tiers = (TierStats(HOST, num_dropped=dropped),)
+        store = StoreStats(64, num_saved=taken, num_loaded=reused, tiers=tiers)
+        rings.add(replace(stats(0), num_taken_blocks=taken, num_reused_blocks=reused, block_store=store))
+    second, third = (one.kv for one in rings.latest())
+    assert second == KvChanges()
+    assert third == KvChanges(num_taken=6, num_reused=1, num_offloaded=6, num_onboarded=1, num_host_dropped=3)
 
 
 def test_peeking_removes_nothing_and_includes_fetched_statistics():

@@ -220,6 +220,9 @@ def test_what_is_saved_and_loaded_is_in_the_metrics(tmp_path):
         second.tokens()
         metrics = second.engine._manager._scheduler.metrics()
         assert (metrics.num_loaded_blocks, metrics.num_unread_blocks) == (NUM_BLOCKS, 0)
+        (disk,) = metrics.block_store.tiers
+        assert (disk.medium, disk.num_loaded, disk.num_dropped) == ("disk", NUM_BLOCKS, 0)
+        assert disk.num_blocks >= NUM_BLOCKS
 
 
 # ---------------------------------------------------------------------- settings

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from inflight.block_store import files as store_files
 from inflight.block_store import store as store_module
 from inflight.block_store.store import LoadingPays
 from inflight.core.kv.block_store import BlockLoad, LoadResult, SavedPiece, StoreCommands, StoreUpdate
+from inflight.core.kv.store_stats import DISK, HOST, StoreStats, TierStats
 
 BYTES = 64
 A, B, C = (bytes([number]) * 16 for number in range(3))
@@ -40,7 +42,7 @@ class Memory:
 
 
 class Store:
-    """A store over `Memory` whose updates are awaited."""
+    """A store over `Memory` whose updates are awaited; `stats` are the last statistics, which updates lack."""
 
     def __init__(self, folder: Path | None = None, host_blocks: int = 0, num_files: int = 100) -> None:
         self.memory = Memory()
@@ -49,6 +51,12 @@ class Store:
         if folder is not None:
             files = BlockFiles(folder, "0" * 32, BYTES, num_files * (BYTES + 16), 1e9)
         self.store = HostBlockStore(self.memory, 4, self.notified.release, host_blocks * BYTES, files)
+        self.stats = StoreStats()
+
+    def update(self) -> StoreUpdate:
+        update = self.store.update()
+        self.stats = update.stats or self.stats
+        return replace(update, stats=None)
 
     def save(self, **blocks: int) -> StoreUpdate:
         """Save blocks, and wait until all are saved or dropped."""
@@ -58,15 +66,15 @@ class Store:
     def load(self, load_id: int, **blocks: int) -> StoreUpdate:
         self.store.carry_out(StoreCommands(loads=(BlockLoad(load_id, pieces(**blocks)),)))
         assert self.notified.acquire(timeout=60)
-        return self.store.update()
+        return self.update()
 
     def drain(self) -> StoreUpdate:
         """Wait until no block waits to be written."""
         end = time.monotonic() + 60
-        while self.store._waiting:
+        while self.store._waiting_bytes:
             assert time.monotonic() < end
             time.sleep(0.001)
-        return self.store.update()
+        return self.update()
 
 
 KEYS = {"a": A, "b": B, "c": C}
@@ -108,7 +116,7 @@ def test_snapshots_are_saved_and_loaded_beside_blocks(make, tmp_path, tier):
         StoreCommands(loads=(BlockLoad(0, (*pieces(a=7), SavedPiece(C, 0, is_state=True))),))
     )
     assert store.notified.acquire(timeout=60)
-    assert store.store.update() == StoreUpdate(loads=(LoadResult(0, 2),))
+    assert store.update() == StoreUpdate(loads=(LoadResult(0, 2),))
     assert (store.memory.blocks[7] == 1).all() and (store.memory.states[0] == 103).all()
 
 
@@ -117,7 +125,7 @@ def test_a_restart_finds_the_blocks_in_files(make, tmp_path):
     first.save(a=1, b=2)
     first.store.close()
     second = make(tmp_path)
-    assert set(second.store.update().saved) == {A, B} and second.store.update() == StoreUpdate()
+    assert set(second.update().saved) == {A, B} and second.store.update() == StoreUpdate()
     assert second.load(7, a=5) == StoreUpdate(loads=(LoadResult(7, 1),))
 
 
@@ -282,7 +290,7 @@ def test_blocks_that_wait_to_be_written_take_bounded_memory(make, tmp_path, monk
     monkeypatch.setattr(store_module, "_MAX_QUEUED_BYTES", BYTES)
     store = make(tmp_path)
     store.store.carry_out(StoreCommands(saves=pieces(a=1, b=2, c=3)))
-    assert store.store.update() == StoreUpdate(dropped=(B, C))
+    assert store.update() == StoreUpdate(dropped=(B, C))
     may_write.set()
     assert store.drain() == StoreUpdate(saved=(A,))
 
@@ -293,6 +301,92 @@ def test_a_device_that_cannot_be_written_ends_the_load(make, tmp_path, monkeypat
     monkeypatch.setattr(store.memory, "write", lambda *_: 1 / 0)
     assert store.load(0, a=5).loads == (LoadResult(0, 0),)
     assert "could not be copied to the device" in caplog.text
+
+
+# ---------------------------------------------------------------------- statistics
+
+FILE = BYTES + 16
+
+
+def test_what_each_tier_saves_loads_and_drops_is_counted(make, tmp_path):
+    store = make(tmp_path, host_blocks=1)
+    store.save(a=1, b=2)
+    store.load(0, a=9, b=8, c=7)  # a from its file, b from host memory, c is nowhere
+    assert store.stats == StoreStats(
+        BYTES, 2, 2 * BYTES, 2, 2 * BYTES,
+        (
+            TierStats(HOST, BYTES, 1, BYTES, 2, 2 * BYTES, 1, BYTES, 1, BYTES),
+            TierStats(DISK, 100 * FILE, 2, 2 * FILE, 2, 2 * FILE, 1, FILE, 0, 0),
+        ),
+    )  # fmt: skip
+
+
+def test_tiers_that_there_are_not_have_no_statistics(make, tmp_path):
+    only_host, only_files = make(host_blocks=2), make(tmp_path)
+    only_host.update()
+    only_files.update()
+    assert only_host.stats.tiers == (TierStats(HOST, 2 * BYTES),)
+    assert only_files.stats.tiers == (TierStats(DISK, 100 * FILE),)
+    assert only_files.stats.tier(HOST) == TierStats(HOST)
+
+
+def test_blocks_of_an_earlier_start_are_held_but_not_saved(make, tmp_path):
+    first = make(tmp_path)
+    first.save(a=1, b=2)
+    first.store.close()
+    second = make(tmp_path)
+    second.update()
+    assert second.stats == StoreStats(BYTES, tiers=(TierStats(DISK, 100 * FILE, 2, 2 * FILE),))
+
+
+def test_a_block_that_is_saved_again_replaces_the_former_one(make, tmp_path):
+    store = make(tmp_path, host_blocks=2)
+    store.save(a=1)
+    store.save(a=1)
+    assert [(tier.num_blocks, tier.num_saved, tier.num_dropped) for tier in store.stats.tiers] == [
+        (1, 2, 1)
+    ] * 2
+
+
+def test_a_block_that_is_read_again_is_not_saved_again(make, tmp_path):
+    store = make(tmp_path)
+    store.save(a=1)
+    store.load(0, a=9)
+    store.load(1, a=8)
+    (disk,) = store.stats.tiers
+    assert (disk.num_blocks, disk.num_saved, disk.num_loaded, disk.num_dropped) == (1, 1, 2, 0)
+
+
+def test_snapshots_count_as_blocks_with_their_own_size(make):
+    store = make(host_blocks=4)
+    store.store.carry_out(StoreCommands(saves=(SavedPiece(C, 3, is_state=True),)))
+    store.drain()
+    assert (store.stats.num_saved, store.stats.saved_bytes) == (1, 2 * BYTES)
+    assert store.stats.tier(HOST).num_bytes == 2 * BYTES
+
+
+def test_a_block_that_cannot_be_written_or_read_is_not_counted(make, tmp_path, monkeypatch):
+    store = make(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockFiles, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+        store.save(a=1)
+    assert store.stats == StoreStats(BYTES, tiers=(TierStats(DISK, 100 * FILE),))
+    store.save(a=1)
+    monkeypatch.setattr(store.memory, "write", lambda *_: 1 / 0)
+    store.load(0, a=5)
+    assert (store.stats.num_saved, store.stats.num_loaded) == (1, 0)
+
+
+def test_a_torn_file_and_a_block_that_must_not_be_loaded_again_are_dropped(make, tmp_path):
+    store = make(tmp_path, host_blocks=0)
+    store.save(a=1, b=2)
+    (path,) = tmp_path.glob(f"*/*/{A.hex()}")
+    path.write_bytes(path.read_bytes()[:-1])
+    store.load(0, a=9)
+    assert (store.stats.tier(DISK).num_blocks, store.stats.tier(DISK).num_dropped) == (1, 1)
+    store.store.carry_out(StoreCommands(drops=(B,)))
+    store.update()
+    assert (store.stats.tier(DISK).num_blocks, store.stats.tier(DISK).num_dropped) == (0, 2)
 
 
 # ---------------------------------------------------------------------- whether loading pays

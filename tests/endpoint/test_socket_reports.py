@@ -5,14 +5,17 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from inflight.core.kv.kv_events import KvEvent, StoredBlock
+from inflight.core.kv.store_stats import DISK, StoreStats, TierStats
 from inflight.core.report.metrics import ServiceMetrics
 from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.report.stats import (
     KeptIteration,
+    KvChanges,
     MemoryUsage,
     RequestCounts,
     RequestCountsOfIteration,
@@ -26,9 +29,19 @@ from inflight.errors import Unavailable
 from tests.core.test_stats import STATS
 from tests.endpoint.factories import DESCRIPTION, PATIENCE_S
 
-METRICS = ServiceMetrics(finished=Counter({FinishReason.LENGTH: 2}), num_generated_tokens=7)
+STORE = StoreStats(64, 3, 192, tiers=(TierStats(DISK, 1000, 3, 240, 3, 240),))
+SAVING = replace(STATS, block_store=STORE)
+METRICS = ServiceMetrics(
+    finished=Counter({FinishReason.LENGTH: 2}), num_generated_tokens=7, block_store=STORE
+)
 REPORTS = {
-    ReportKind.ITERATIONS: Reports(iterations=(KeptIteration(STATS, 12.5),), memory=MemoryUsage(1, 2, 3)),
+    ReportKind.ITERATIONS: Reports(
+        iterations=(
+            KeptIteration(STATS, 12.5),
+            KeptIteration(SAVING, 12.5, KvChanges(1, 2, 3, 4, 5, 6, 7, 8, 9)),
+        ),
+        memory=MemoryUsage(1, 2, 3),
+    ),
     ReportKind.REQUESTS: Reports(
         requests=(
             RequestCountsOfIteration(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import inflight.executor as trtllm
+from inflight.config import Parameters
 from tests.executor.conftest import PROMPT, VOCABULARY, make_config, make_executor, responses_of, results_of
 
 NO_TIME = timedelta(0)
@@ -483,6 +485,41 @@ def test_statistics_are_returned_once(executor) -> None:
     results_of(executor, request(1))
     later = executor.get_latest_iteration_stats()
     assert all(each.iter > stats[-1].iter for each in later)
+
+
+def test_statistics_of_saved_blocks_add_up_and_survive_a_restart(checkpoint: Path, tmp_path: Path) -> None:
+    prompt = [5 + number % 400 for number in range(5 * 32 + 3)]
+    parameters = Parameters(kv_cache_dir=str(tmp_path / "blocks"))
+    kind, config = trtllm.ModelType.DECODER_ONLY, make_config()
+    kept: list[trtllm.IterationStats] = []
+    with trtllm.Executor(checkpoint, kind, config, parameters=parameters) as first:
+        results_of(first, trtllm.Request(prompt, 2))
+        deadline = time.monotonic() + 60
+        while not kept or _tier(kept[-1]).offload_blocks < 5:  # another thread writes
+            assert time.monotonic() < deadline
+            results_of(first, request(1))
+            kept += first.get_latest_iteration_stats()
+        assert _iteration_sum(kept, "iter_offload_blocks") == _tier(kept[-1]).used_num_blocks == 5
+        assert _iteration_sum(kept, "iter_onboard_blocks") == 0
+    with trtllm.Executor(checkpoint, kind, config, parameters=parameters) as second:
+        results_of(second, trtllm.Request(prompt, 2))
+        kept = second.get_latest_iteration_stats()
+    tier = _tier(kept[-1])
+    assert (tier.medium, tier.used_num_blocks, tier.offload_blocks, tier.dropped_blocks) == ("disk", 5, 0, 0)
+    assert _iteration_sum(kept, "iter_onboard_blocks") == tier.onboard_blocks == 5
+    assert _iteration_sum(kept, "iter_onboard_bytes") == tier.onboard_bytes - 5 * 16, "a digest in each file"
+    assert _iteration_sum(kept, "iter_reused_blocks") == 5, "the loaded blocks were found in the cache"
+
+
+def _tier(stats: trtllm.IterationStats) -> trtllm.KvCacheTierStats:
+    assert stats.kv_cache_tier_stats is not None
+    (tier,) = stats.kv_cache_tier_stats
+    return tier
+
+
+def _iteration_sum(kept: list[trtllm.IterationStats], field: str) -> int:
+    assert all(list(each.kv_cache_iteration_stats or ()) == [32768] for each in kept)
+    return sum(getattr(each.kv_cache_iteration_stats[32768], field) for each in kept)
 
 
 def test_statistics_are_off_if_zero_iterations_are_kept(checkpoint: Path) -> None:

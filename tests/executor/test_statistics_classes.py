@@ -28,6 +28,8 @@ ITERATION_KEYS = {
     "static_batching_stats": "staticBatchingStats",
     "inflight_batching_stats": "inflightBatchingStats",
     "specdec_stats": "specDecodingStats",
+    "kv_cache_iteration_stats": "kvCacheIterationStats",
+    "kv_cache_tier_stats": "kvCacheTierStats",
 }
 
 
@@ -92,7 +94,14 @@ def test_debug_tensors_of_an_iteration_are_named() -> None:
 
 @pytest.mark.parametrize(
     "cls",
-    [trtllm.IterationStats, trtllm.KvCacheStats, trtllm.RequestStats, trtllm.RequestStatsPerIteration],
+    [
+        trtllm.IterationStats,
+        trtllm.KvCacheStats,
+        trtllm.KvCacheIterationStats,
+        trtllm.KvCacheTierStats,
+        trtllm.RequestStats,
+        trtllm.RequestStatsPerIteration,
+    ],
 )
 def test_statistics_begin_empty_and_can_be_pickled(cls: type) -> None:
     stats = cls()

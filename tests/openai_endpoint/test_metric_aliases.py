@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
 
+from inflight.core.kv.store_stats import StoreStats, TierStats
 from inflight.core.report.metrics import MetricsSnapshot, ServiceMetrics
 from inflight.core.report.stats import AdapterStats
 from inflight.core.request.stop import FinishReason
@@ -23,6 +25,7 @@ from tests.triton.test_metrics import NOW, STATS, stage
 COUNTERS = {
     "vllm:num_preemptions_total": 2, "vllm:prompt_tokens_total": 40, "vllm:generation_tokens_total": 55,
     "vllm:prefix_cache_queries_total": 128, "vllm:prefix_cache_hits_total": 96,
+    "vllm:kv_offload_load_bytes_total": 364, "vllm:kv_offload_store_bytes_total": 700,
     "vllm:spec_decode_num_draft_tokens_total": 20, "vllm:spec_decode_num_accepted_tokens_total": 11,
 }  # fmt: skip
 GAUGES = {
@@ -39,6 +42,15 @@ HISTOGRAMS = {
     "vllm:request_generation_tokens": "output_tokens",
 }
 OF_ADAPTERS = {"max_lora": "8", "running_lora_adapters": "terse,tidy", "waiting_lora_adapters": "late"}
+
+
+SAVED = StoreStats(
+    100, 7, 700, 3, 300,
+    (
+        TierStats("host", 950, 6, 600, 7, 700, 2, 200, 1, 100),
+        TierStats("disk", 5000, 6, 984, 6, 984, 1, 164, 0, 0),
+    ),
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -69,6 +81,7 @@ def observed() -> ServiceMetrics:
         adapters=AdapterStats(3, 2, 8, 4, 5, 1),
         num_preemptions=2, num_hit_tokens=96, num_missed_tokens=32, num_prompt_tokens=40,
         num_generated_tokens=55, num_draft_tokens=20, num_accepted_draft_tokens=11,
+        block_store=SAVED,
     )  # fmt: skip
     metrics.running_by_adapter, metrics.waiting_by_adapter = Counter(terse=1, tidy=2), Counter(late=1)
     for number, reason in enumerate(set(FinishReason) - {FinishReason.NOT_FINISHED}, start=1):
@@ -92,6 +105,13 @@ def test_counters_and_gauges_have_the_values_types_and_labels():
             assert page.kinds[name] == kind
             assert page.value(name, model_name="tensorrt_llm", engine="0") == pytest.approx(value)
     assert page.value("vllm:cache_config_info", block_size="16", num_gpu_blocks="300") == 1
+
+
+def test_bytes_are_those_of_files_if_no_block_is_saved_in_host_memory():
+    metrics = ServiceMetrics(block_store=replace(SAVED, tiers=SAVED.tiers[1:]))
+    page = parse(vllm_aliases(page_of(metrics.snapshot())))
+    assert page.value("vllm:kv_offload_store_bytes_total") == 984
+    assert page.value("vllm:kv_offload_load_bytes_total") == 164
 
 
 def test_finish_reasons_have_the_names_of_vllm():

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from inflight.core.kv.store_stats import DISK, StoreStats, TierStats
 from inflight.core.report.metrics import SECONDS, TOKENS, Histogram, HistogramSnapshot, ServiceMetrics
 from inflight.core.report.stats import AdapterStats, MemoryUsage, StaticBatchStats
 from inflight.core.request.stop import FinishReason
@@ -39,6 +40,7 @@ METRICS = ServiceMetrics(
     running_by_adapter=Counter(sql=2),
     adapters=AdapterStats(4, 3, 2, 1, 5, 6),
     num_generated_tokens=77,
+    block_store=StoreStats(64, 3, 192, tiers=(TierStats(DISK, 1000, 3, 240, 4, 320, 2, 160, 1, 80),)),
 ).snapshot()
 
 

@@ -14,14 +14,14 @@ MUTATIONS_OF_STORAGE = (
     Mutation(
         "a block that could not be read counts as loaded",
         "block_store.store",
-        "_buffers[piece.is_state]):\n                    return count",
-        "_buffers[piece.is_state]):\n                    return count + 1",
+        "            if tier is None:\n                break",
+        "            if tier is None:\n                tiers.append(self._host)\n                break",
     ),
     Mutation(
         "the end of a load does not wake the loop",
         "block_store.store",
-        "            self._ended.append(result)\n        self._notify()",
-        "            self._ended.append(result)",
+        "            self._has_news = True\n        self._notify()",
+        "            self._has_news = True",
     ),
     Mutation(
         "the files stay locked",

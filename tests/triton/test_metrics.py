@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inflight.core.kv.store_stats import StoreStats, TierStats
 from inflight.core.report.metrics import TOKENS, Histogram, ServiceMetrics
 from inflight.core.report.stats import AdapterStats, IterationCounts, MemoryUsage, StaticBatchStats
 from inflight.core.request.stop import FinishReason
@@ -181,6 +182,27 @@ def test_adapter_gauges_rise_and_fall_and_new_names_appear():
     assert page.value("inflight_adapter_loads_total") == 5
     assert page.series("inflight_adapter_running_requests", "lora_name") == {"tidy": 2}
     assert later.series("inflight_adapter_running_requests", "lora_name") == {"tidy": 0, "terse": 1}
+
+
+def test_tiers_of_saved_blocks_have_a_series_each():
+    host = TierStats("host", 1000, 3, 300, 5, 500, 2, 200, 2, 200)
+    disk = TierStats("disk", 9000, 4, 464, 6, 696, 1, 116, 2, 232)
+    metrics = ServiceMetrics(block_store=StoreStats(100, 6, 600, 3, 300, (host, disk)))
+    with stage() as on:
+        on.publish()
+        assert on.page.series("inflight_kv_cache_tier_max_bytes", "medium") == {"host": 0, "disk": 0}
+        on.publish(metrics=metrics.snapshot())
+        page = on.page
+    expected = {
+        "tier_max_bytes": (1000, 9000), "tier_blocks": (3, 4), "tier_bytes": (300, 464),
+        "offload_blocks_total": (5, 6), "offload_bytes_total": (500, 696), "onboard_blocks_total": (2, 1),
+        "onboard_bytes_total": (200, 116), "dropped_blocks_total": (2, 2),
+    }  # fmt: skip
+    for name, (in_host, in_files) in expected.items():
+        found = page.series(f"inflight_kv_cache_{name}", "medium")
+        assert found == {"host": in_host, "disk": in_files}, name
+    assert page.kinds["inflight_kv_cache_tier_blocks"] == "gauge"
+    assert page.kinds["inflight_kv_cache_dropped_blocks_total"] == "counter"
 
 
 def test_every_histogram_has_its_own_observations():

@@ -14,6 +14,7 @@ from inflight.core.report.stats import (
     KeptIteration,
     RequestCounts,
     RequestCountsOfIteration,
+    kv_changes,
 )
 
 _T = TypeVar("_T")
@@ -38,6 +39,7 @@ class StatisticsRings:
     ) -> None:
         self._iterations: _Ring[KeptIteration] = _Ring(max_iterations)
         self._requests: _Ring[RequestCountsOfIteration] = _Ring(max_request_iterations)
+        self._last: IterationCounts | None = None
         self._clock_s = clock_s
         self._lock = threading.Lock()
 
@@ -53,7 +55,8 @@ class StatisticsRings:
 
     def add(self, stats: IterationCounts, request_stats: tuple[RequestCounts, ...] = ()) -> None:
         """Add the statistics of one iteration. Loop thread."""
-        entry = KeptIteration(stats, self._clock_s())
+        entry = KeptIteration(stats, self._clock_s(), kv_changes(stats, self._last))
+        self._last = stats
         with self._lock:
             self._iterations.add(entry)
             if self.wants_requests:

@@ -27,9 +27,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from inflight.block_store.tier_counts import TierCounts
+from inflight.core.kv.store_stats import DISK, TierStats
 from inflight.errors import ConfigError
 
-_CHECK_BYTES = 16
+CHECK_BYTES = 16
+"""Bytes of the digest at the end of each file."""
 _KEY = re.compile("[0-9a-f]{32}")  # of a file, and the name of an identity
 _LOCK = "lock"
 _UNFINISHED = ".new"
@@ -55,6 +58,9 @@ class BlockFiles:
         max_age_s: Seconds after its last use when a file is removed.
         clock_s: Seconds since the epoch; injected by tests.
 
+    Attributes:
+        counts: Counts of the files. The caller counts what is loaded.
+
     Raises:
         ConfigError: The folder cannot be used, another process uses this identity there, or `max_bytes` is too
             small for one file.
@@ -70,17 +76,16 @@ class BlockFiles:
         clock_s: Callable[[], float] = time.time,
     ) -> None:
         self._folder = folder / identity
-        self._max_bytes = max_bytes
+        self.counts = TierCounts(DISK, max_bytes)
         self._max_age_s = max_age_s
         self._clock_s = clock_s
-        if max_bytes < largest_bytes + _CHECK_BYTES:
+        if max_bytes < largest_bytes + CHECK_BYTES:
             raise ConfigError(
-                f"kv_cache_disk_bytes is {max_bytes}, expected at least {largest_bytes + _CHECK_BYTES}, the size "
+                f"kv_cache_disk_bytes is {max_bytes}, expected at least {largest_bytes + CHECK_BYTES}, the size "
                 "of one file"
             )
         self._lock = threading.Lock()
         self._files: OrderedDict[bytes, _SavedFile] = OrderedDict()  # the least recently used first
-        self._num_bytes = 0
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -92,7 +97,7 @@ class BlockFiles:
                 )
             try:
                 self._scan()
-                _make_room(folder, self._folder, max_bytes - self._num_bytes)
+                _make_room(folder, self._folder, max_bytes - self.counts.num_bytes)
             except BaseException:  # raised again; the next attempt must not find the folder locked
                 self.close()
                 raise
@@ -133,7 +138,10 @@ class BlockFiles:
                 unfinished.unlink()
             raise
         with self._lock:
-            self._add(key, _SavedFile(content.size + _CHECK_BYTES, self._clock_s()))
+            self._forget(key)
+            size = content.size + CHECK_BYTES
+            self._files[key] = _SavedFile(size, self._clock_s())
+            self.counts.saved.add(size)
             removed = self._expired()
         for other in removed:
             self.remove(other)
@@ -144,7 +152,7 @@ class BlockFiles:
 
         Otherwise the content is undefined, and the file is removed.
         """
-        check = np.empty(_CHECK_BYTES, dtype=np.uint8)
+        check = np.empty(CHECK_BYTES, dtype=np.uint8)
         try:
             file = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -159,7 +167,9 @@ class BlockFiles:
         with contextlib.suppress(OSError):  # only the order of removal after a restart depends on it
             os.utime(self._path(key))
         with self._lock:
-            self._add(key, _SavedFile(content.size + _CHECK_BYTES, self._clock_s()))
+            if key in self._files:  # it may have been removed meanwhile
+                self._files[key] = _SavedFile(content.size + CHECK_BYTES, self._clock_s())
+                self._files.move_to_end(key)
         return True
 
     def remove(self, key: bytes) -> None:
@@ -168,6 +178,11 @@ class BlockFiles:
             self._forget(key)
         with contextlib.suppress(OSError):
             self._path(key).unlink()
+
+    def stats(self) -> TierStats:
+        """Return the counts of the files."""
+        with self._lock:
+            return self.counts.stats()
 
     def close(self) -> None:
         """Let other processes use the files. Idempotent."""
@@ -179,20 +194,14 @@ class BlockFiles:
         name = key.hex()
         return self._folder / name[:2] / name
 
-    def _add(self, key: bytes, file: _SavedFile) -> None:
-        """Add a file, or replace it, as the most recently used one."""
-        self._forget(key)
-        self._files[key] = file
-        self._num_bytes += file.size
-
     def _forget(self, key: bytes) -> None:
         file = self._files.pop(key, None)
         if file is not None:
-            self._num_bytes -= file.size
+            self.counts.dropped.add(file.size)
 
     def _expired(self) -> list[bytes]:
         """Return the keys of files that are too old or for which there is no room, oldest first."""
-        excess = self._num_bytes - self._max_bytes
+        excess = self.counts.num_bytes - self.counts.max_bytes
         oldest = self._clock_s() - self._max_age_s
         found: list[bytes] = []
         for key, file in self._files.items():
@@ -215,14 +224,15 @@ class BlockFiles:
                 elif entry.name.endswith(_UNFINISHED):
                     os.unlink(entry.path)
         for used_at, key, size in sorted(found):
-            self._add(key, _SavedFile(size, used_at))
+            self._files[key] = _SavedFile(size, used_at)
+            self.counts.found.add(size)
         for key in self._expired():
             self.remove(key)
 
 
 def _check(key: bytes, content: NDArray[np.uint8]) -> bytes:
     """Return a digest of the content; with the key in it, a file under another one's name is a miss."""
-    return blake2b(content.data, digest_size=_CHECK_BYTES, key=key).digest()
+    return blake2b(content.data, digest_size=CHECK_BYTES, key=key).digest()
 
 
 def _write_all(file: int, content: NDArray[np.uint8]) -> None:

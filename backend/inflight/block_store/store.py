@@ -12,15 +12,17 @@ import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from inflight.block_store.files import BlockFiles
+from inflight.block_store.files import CHECK_BYTES, BlockFiles
+from inflight.block_store.tier_counts import TierCounts, Traffic
 from inflight.core.kv.block_store import BlockLoad, LoadResult, SavedPiece, StoreCommands, StoreUpdate
+from inflight.core.kv.store_stats import HOST, StoreStats
 
 _MAX_QUEUED_BYTES = 256 << 20
 """Maximum size of the blocks that wait to be written; further ones are not saved."""
@@ -141,17 +143,18 @@ class HostBlockStore:
     ) -> None:
         self._memory: BlockMemory | None = memory
         self._notify = notify
-        self._max_host_bytes = max_host_bytes
         self._files = files
         self._pays = LoadingPays(tokens_per_block)
         self._lock = threading.Lock()
         self._in_host: OrderedDict[bytes, NDArray[np.uint8]] = OrderedDict()  # least recently used first
-        self._host_bytes = 0
+        self._host = TierCounts(HOST, max_host_bytes)
+        self._copied_out, self._copied_in = Traffic(), Traffic()  # from the device, and to it
         self._waiting: dict[bytes, _Save] = {}  # saves that are not written yet; dropped ones are removed
         self._waiting_bytes = 0
         self._saved: list[bytes] = [] if files is None else list(files.keys())
         self._dropped: list[bytes] = []
         self._ended: list[LoadResult] = []
+        self._has_news = True
         self._is_failing = False  # whether the last write failed
         self._is_over = False  # whether the threads leave what still waits
         self._saves: queue.SimpleQueue[_Save | None] = queue.SimpleQueue()
@@ -178,15 +181,28 @@ class HostBlockStore:
             if self._pays.ask():
                 self._loads.put((load, time.monotonic()))
             else:
-                self._end(LoadResult(load.load_id, 0))
+                self._end(load, ())
 
     def update(self) -> StoreUpdate:
-        if not (self._saved or self._dropped or self._ended):
+        if not self._has_news:
             return StoreUpdate()
         with self._lock:
-            update = StoreUpdate(tuple(self._saved), tuple(self._dropped), tuple(self._ended))
+            self._has_news = False
+            update = StoreUpdate(tuple(self._saved), tuple(self._dropped), tuple(self._ended), self._stats())
             self._saved, self._dropped, self._ended = [], [], []
         return update
+
+    def _stats(self) -> StoreStats:
+        host = (self._host.stats(),) if self._host.max_bytes else ()
+        files = () if self._files is None else (self._files.stats(),)
+        return StoreStats(
+            self._buffers[False].size,
+            self._copied_out.count,
+            self._copied_out.num_bytes,
+            self._copied_in.count,
+            self._copied_in.num_bytes,
+            (*host, *files),
+        )
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         self._pays.computed(num_tokens, seconds)
@@ -202,6 +218,7 @@ class HostBlockStore:
         if content is None:
             with self._lock:
                 self._dropped.append(piece.key)
+                self._has_news = True
             return
         save = _Save(piece.key, content)
         with self._lock:
@@ -217,14 +234,26 @@ class HostBlockStore:
     def _remove(self, key: bytes) -> None:
         """Remove a piece from both tiers."""
         with self._lock:
-            content = self._in_host.pop(key, None)
-            self._host_bytes -= 0 if content is None else content.size
+            self._forget_host(key)
         if self._files is not None:
             self._files.remove(key)
+        self._has_news = True
 
-    def _end(self, result: LoadResult) -> None:
+    def _forget_host(self, key: bytes) -> None:
+        """Remove a piece from host memory, if it is there; `_lock` must be held."""
+        content = self._in_host.pop(key, None)
+        if content is not None:
+            self._host.dropped.add(content.size)
+
+    def _end(self, load: BlockLoad, tiers: Sequence[TierCounts]) -> None:
+        """Report the end of a load, and count its pieces; `tiers` has the tier of each that was loaded."""
         with self._lock:
-            self._ended.append(result)
+            for piece, tier in zip(load.pieces, tiers, strict=False):
+                size = self._buffers[piece.is_state].size
+                tier.loaded.add(size if tier is self._host else size + CHECK_BYTES)
+                self._copied_in.add(size)
+            self._ended.append(LoadResult(load.load_id, len(tiers)))
+            self._has_news = True
         self._notify()
 
     # ---------------------------------------------------------------- the thread that saves
@@ -233,14 +262,20 @@ class HostBlockStore:
         while (save := self._saves.get()) is not None and not self._is_over:
             removed = self._write(save)
             with self._lock:
-                self._waiting_bytes -= save.content.size
                 is_wanted = self._waiting.get(save.key) is save
                 if is_wanted:
                     del self._waiting[save.key]
-                    (self._dropped if save.key in removed else self._saved).append(save.key)
+                if is_wanted and save.key in removed:
+                    self._dropped.append(save.key)
+                elif is_wanted:
+                    self._saved.append(save.key)
+                    self._copied_out.add(save.content.size)
                 self._dropped += [key for key in removed if key != save.key]
+                self._has_news = True
             if not is_wanted:
                 self._remove(save.key)
+            with self._lock:
+                self._waiting_bytes -= save.content.size
 
     def _write(self, save: _Save) -> list[bytes]:
         """Write a piece to both tiers; return the keys of pieces that are in neither of them afterwards."""
@@ -257,53 +292,63 @@ class HostBlockStore:
                     )
                 self._is_failing = True
                 removed.append(save.key)
-        with self._lock:
-            earlier = self._in_host.pop(save.key, None)
-            self._in_host[save.key] = save.content
-            self._host_bytes += save.content.size - (0 if earlier is None else earlier.size)
-            while self._host_bytes > self._max_host_bytes:
-                key, content = self._in_host.popitem(last=False)
-                self._host_bytes -= content.size
-                removed.append(key)
+        if self._host.max_bytes:
+            removed += self._write_to_host(save)
         in_files = self._files or ()
         return [each for each in removed if each not in self._in_host and each not in in_files]
+
+    def _write_to_host(self, save: _Save) -> list[bytes]:
+        """Keep a piece in host memory; return the keys of those that were removed to make room."""
+        removed: list[bytes] = []
+        with self._lock:
+            self._forget_host(save.key)
+            self._in_host[save.key] = save.content
+            self._host.saved.add(save.content.size)
+            while self._host.num_bytes > self._host.max_bytes:
+                removed.append(next(iter(self._in_host)))
+                self._forget_host(removed[-1])
+        return removed
 
     # ---------------------------------------------------------------- the thread that loads
 
     def _load_all(self) -> None:
         while (job := self._loads.get()) is not None and not self._is_over:
             load, begun = job
-            count = self._load(load)
-            self._pays.loaded(count, time.monotonic() - begun)
-            if count < len(load.pieces):
+            tiers = self._load(load)
+            self._pays.loaded(len(tiers), time.monotonic() - begun)
+            if len(tiers) < len(load.pieces):
                 with self._lock:
-                    self._dropped.append(load.pieces[count].key)
-            self._end(LoadResult(load.load_id, count))
+                    self._dropped.append(load.pieces[len(tiers)].key)
+            self._end(load, tiers)
 
-    def _load(self, load: BlockLoad) -> int:
-        """Load pieces up to the first that cannot be read; return their number."""
-        for count, piece in enumerate(load.pieces):
+    def _load(self, load: BlockLoad) -> list[TierCounts]:
+        """Load pieces up to the first that cannot be read; return the tier that each was read from."""
+        tiers: list[TierCounts] = []
+        for piece in load.pieces:
             try:
-                if not self._load_piece(piece, self._buffers[piece.is_state]):
-                    return count
+                tier = self._load_piece(piece, self._buffers[piece.is_state])
             except Exception:  # whatever a device raises: the block is computed instead
                 _log.exception("a saved KV block could not be copied to the device")
-                return count
-        return len(load.pieces)
+                break
+            if tier is None:
+                break
+            tiers.append(tier)
+        return tiers
 
-    def _load_piece(self, piece: SavedPiece, buffer: NDArray[np.uint8]) -> bool:
-        """Copy a piece to the device; return whether it was found."""
+    def _load_piece(self, piece: SavedPiece, buffer: NDArray[np.uint8]) -> TierCounts | None:
+        """Copy a piece to the device; return the tier that it was read from, None if it was not found."""
+        tier = self._host
         with self._lock:
             content = self._in_host.get(piece.key)
             if content is not None:
                 self._in_host.move_to_end(piece.key)
         if content is None and self._files is not None and self._files.read(piece.key, buffer):
-            content = buffer
+            tier, content = self._files.counts, buffer
         if content is None:
-            return False
+            return None
         assert self._memory is not None, "the device has no cache"
         self._memory.write(piece.index, piece.is_state, content)
-        return True
+        return tier
 
     # ---------------------------------------------------------------- the end
 

@@ -68,6 +68,16 @@ def _counter(name: str, help: str, *families: str) -> _VllmMetric:
     )
 
 
+def _loaded_bytes(engine: _EngineMetrics) -> Mapping[Labels, float]:
+    return {(): sum(engine.by_label("inflight_kv_cache_onboard_bytes_total").values())}
+
+
+def _stored_bytes(engine: _EngineMetrics) -> Mapping[Labels, float]:
+    """Return the bytes written to the fastest tier, as a block that is written to two is saved once."""
+    written = engine.by_label("inflight_kv_cache_offload_bytes_total")
+    return {(): written["host"] or written["disk"]}
+
+
 def _finished(engine: _EngineMetrics) -> Mapping[Labels, float]:
     counts = {"stop": 0.0, "length": 0.0, "abort": 0.0}
     for reason, count in engine.by_label("inflight_finished_sequences_total").items():
@@ -131,6 +141,8 @@ _ALIASES: tuple[_VllmMetric, ...] = (
         "Draft tokens accepted",
         "inflight_accepted_draft_tokens_total",
     ),
+    _VllmMetric("kv_offload_load_bytes_total", "counter", "Bytes of saved KV blocks loaded", _loaded_bytes),
+    _VllmMetric("kv_offload_store_bytes_total", "counter", "Bytes of KV blocks saved", _stored_bytes),
     _VllmMetric("request_success_total", "counter", "Sequences that have ended, by why", _finished),
     _VllmMetric("lora_requests_info", "gauge", "Adapters of running and waiting requests", _lora_requests),
     _VllmMetric("cache_config_info", "gauge", "The KV cache", _cache_config),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from inflight.core.kv.store_stats import DISK, HOST, TierStats
 from inflight.core.report.metrics import HistogramSnapshot, MetricsSnapshot
 from inflight.core.request.stop import FinishReason
 from inflight.errors import ERROR_CODES
@@ -301,6 +302,15 @@ HISTOGRAMS: tuple[HistogramFamily, ...] = (
     ),
 )
 
+MEDIA = (HOST, DISK)
+"""Values of the label `medium`: the places for saved KV blocks."""
+
+
+def _by_medium(read: Callable[[TierStats], int]) -> Callable[[MetricsSnapshot], Mapping[str, int]]:
+    """Return a function that reads one count of every tier of the block store."""
+    return lambda metrics: {medium: read(metrics.block_store.tier(medium)) for medium in MEDIA}
+
+
 TRANSFERS = {"kv_cache_transfer_ms": "KV cache transfer time", "request_count": "Request count"}
 """Label values and log keys of the only family of counters whose numbers are also in the log line."""
 
@@ -361,6 +371,47 @@ COUNTERS: tuple[CounterFamily, ...] = (
         ("saved", "loaded", "unread"),
     ),
     CounterFamily(
+        "inflight_kv_cache_offload_blocks_total",
+        "Saved KV blocks that were written to host memory, and to files",
+        "blocks",
+        _by_medium(lambda tier: tier.num_saved),
+        "medium",
+        MEDIA,
+    ),
+    CounterFamily(
+        "inflight_kv_cache_offload_bytes_total",
+        "Bytes of saved KV blocks that were written to host memory, and to files",
+        "bytes",
+        _by_medium(lambda tier: tier.saved_bytes),
+        "medium",
+        MEDIA,
+    ),
+    CounterFamily(
+        "inflight_kv_cache_onboard_blocks_total",
+        "Saved KV blocks that were loaded into the KV cache from host memory, and from files",
+        "blocks",
+        _by_medium(lambda tier: tier.num_loaded),
+        "medium",
+        MEDIA,
+    ),
+    CounterFamily(
+        "inflight_kv_cache_onboard_bytes_total",
+        "Bytes of saved KV blocks that were loaded into the KV cache from host memory, and from files",
+        "bytes",
+        _by_medium(lambda tier: tier.loaded_bytes),
+        "medium",
+        MEDIA,
+    ),
+    CounterFamily(
+        "inflight_kv_cache_dropped_blocks_total",
+        "Saved KV blocks that were removed from host memory, and from files: to make room, because of their age, "
+        "because they could not be read or must not be loaded again, or because they were saved anew",
+        "blocks",
+        _by_medium(lambda tier: tier.num_dropped),
+        "medium",
+        MEDIA,
+    ),
+    CounterFamily(
         "inflight_processed_prompt_tokens_total",
         "Prompt tokens of requests that have got their first token, found in the KV cache or computed",
         "tokens",
@@ -407,6 +458,30 @@ COUNTERS: tuple[CounterFamily, ...] = (
 )
 
 LEVELS: tuple[LevelFamily, ...] = (
+    LevelFamily(
+        "inflight_kv_cache_tier_blocks",
+        "Saved KV blocks in host memory, and in files",
+        "blocks",
+        _by_medium(lambda tier: tier.num_blocks),
+        "medium",
+        MEDIA,
+    ),
+    LevelFamily(
+        "inflight_kv_cache_tier_bytes",
+        "Bytes of saved KV blocks in host memory, and in files",
+        "bytes",
+        _by_medium(lambda tier: tier.num_bytes),
+        "medium",
+        MEDIA,
+    ),
+    LevelFamily(
+        "inflight_kv_cache_tier_max_bytes",
+        "Maximum size of saved KV blocks in host memory, and in files; 0: none are kept there",
+        "bytes",
+        _by_medium(lambda tier: tier.max_bytes),
+        "medium",
+        MEDIA,
+    ),
     LevelFamily(
         "inflight_adapters",
         "LoRA adapters that requests may use, and how many of them are on the device",

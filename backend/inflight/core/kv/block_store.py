@@ -19,6 +19,7 @@ from hashlib import blake2b
 
 from inflight.core.kv.kv_events import StoredBlock
 from inflight.core.kv.retention import Retention
+from inflight.core.kv.store_stats import StoreStats
 
 
 def state_key(digest: bytes) -> bytes:
@@ -95,11 +96,13 @@ class StoreUpdate:
         saved: Keys of pieces that can be loaded from now on.
         dropped: Keys of pieces that cannot be loaded any more, or that could not be saved.
         loads: Loads that have ended.
+        stats: The statistics after these changes; None: they are as before.
     """
 
     saved: tuple[bytes, ...] = ()
     dropped: tuple[bytes, ...] = ()
     loads: tuple[LoadResult, ...] = ()
+    stats: StoreStats | None = None
 
     def __bool__(self) -> bool:
         """Whether the store has saved, dropped or loaded anything since the last iteration."""
@@ -160,6 +163,7 @@ class SavedBlocks:
         loads: The loads that have not ended, by load id.
         num_saved, num_loaded, num_unread: Numbers of pieces since the start that were saved, that were loaded, and
             that a load could not read.
+        stats: The store's statistics.
     """
 
     is_loadable: bool = True
@@ -168,6 +172,7 @@ class SavedBlocks:
     num_saved: int = 0
     num_loaded: int = 0
     num_unread: int = 0
+    stats: StoreStats = field(default_factory=StoreStats)
     _found: set[bytes] = field(default_factory=set[bytes])
     _asked: set[bytes] = field(default_factory=set[bytes])  # saved, or being saved
     _loading: set[bytes] = field(default_factory=set[bytes])
@@ -228,6 +233,7 @@ class SavedBlocks:
         self._asked.update(update.saved)
         self._found.difference_update(update.dropped)
         self._asked.difference_update(update.dropped)
+        self.stats = update.stats or self.stats
 
     def take_commands(self) -> StoreCommands:
         """Return the commands since the last call."""

@@ -16,6 +16,7 @@ from typing import Any, cast
 from inflight.config import CapacityPolicy, SchedulingConfig
 from inflight.core.kv.block_store import SavedBlocks
 from inflight.core.kv.kv_cache_manager import KvCacheManager
+from inflight.core.kv.store_stats import StoreStats
 from inflight.core.report.stats import AdapterStats, IterationCounts, StaticBatchStats
 from inflight.core.request.llm_request import LlmRequest, RequestGroup, RequestState
 from inflight.core.request.stop import FinishReason
@@ -100,6 +101,7 @@ class MetricsSnapshot:
     num_saved_blocks: int
     num_loaded_blocks: int
     num_unread_blocks: int
+    block_store: StoreStats
 
 
 @dataclass(slots=True)
@@ -130,6 +132,7 @@ class ServiceMetrics:
         num_draft_tokens, num_accepted_draft_tokens: Draft tokens that were verified, and that were accepted.
         num_saved_blocks, num_loaded_blocks, num_unread_blocks: KV blocks that the block store saved, that were
             loaded from it, and that a load did not read, because they were lost or computing them was faster.
+        block_store: The statistics of the block store and its tiers.
     """
 
     time_to_first_token: Histogram = field(default_factory=lambda: Histogram(SECONDS))
@@ -156,6 +159,7 @@ class ServiceMetrics:
     num_saved_blocks: int = 0
     num_loaded_blocks: int = 0
     num_unread_blocks: int = 0
+    block_store: StoreStats = field(default_factory=StoreStats)
 
     def snapshot(self) -> MetricsSnapshot:
         """Return a frozen copy of all metrics."""
@@ -195,6 +199,7 @@ class Observations:
     def __init__(self, config: SchedulingConfig, limits: EngineLimits) -> None:
         self.metrics = ServiceMetrics()
         self._max_num_requests = limits.max_num_sequences
+        self._max_sequence_length = limits.max_sequence_length
         self._max_num_tokens = config.max_num_tokens
         self._num_micro_batches = limits.num_micro_batches
         is_static = config.policy is CapacityPolicy.STATIC_BATCH
@@ -246,6 +251,7 @@ class Observations:
             self.metrics.num_saved_blocks = saved.num_saved
             self.metrics.num_loaded_blocks = saved.num_loaded
             self.metrics.num_unread_blocks = saved.num_unread
+            self.metrics.block_store = saved.stats
 
     def adapters_now(self, stats: AdapterStats, groups: Iterable[RequestGroup]) -> None:
         """Record the state of adapters, and the running and waiting requests of named adapters."""
@@ -353,9 +359,11 @@ class Observations:
             num_new_requests=self._num_new,
             new_requests_queue_ns=self._queue_ns,
             max_num_requests=self._max_num_requests,
+            max_sequence_length=self._max_sequence_length,
             max_num_tokens=self._max_num_tokens,
             max_num_blocks=kv_cache.pool.num_blocks,
             num_free_blocks=kv_cache.pool.num_free,
+            num_cached_blocks=kv_cache.pool.num_cached,
             tokens_per_block=kv_cache.tokens_per_block,
             num_scheduled_requests=num_scheduled,
             num_context_requests=len(context),
@@ -372,6 +380,7 @@ class Observations:
             num_taken_blocks=kv_cache.num_taken_blocks,
             num_reused_blocks=kv_cache.num_reused_blocks,
             num_missed_blocks=kv_cache.num_missed_blocks,
+            block_store=StoreStats() if kv_cache.saved is None else kv_cache.saved.stats,
             static_batch=self._static_batch,
             adapters=adapters,
         )

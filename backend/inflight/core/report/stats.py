@@ -11,6 +11,8 @@ import time
 from dataclasses import dataclass, field
 from enum import Enum
 
+from inflight.core.kv.store_stats import HOST, StoreStats
+
 _SECONDS_FORMAT = "%m-%d-%Y %H:%M:%S"
 
 
@@ -83,8 +85,10 @@ class IterationCounts:
         new_requests_queue_ns: Sum of the times that the new sequences had waited, in nanoseconds.
         max_num_requests: Maximum number of requests that can run at a time.
         max_num_tokens: Maximum number of tokens per iteration.
+        max_sequence_length: Longest sequence, in tokens, that the model's positions allow.
         max_num_blocks: Number of KV cache blocks.
         num_free_blocks: Blocks that no running request holds, cached ones included.
+        num_cached_blocks: The free blocks whose content can be found again.
         tokens_per_block: Tokens per block.
         num_scheduled_requests: Requests in this iteration's batch.
         num_context_requests: Requests of the batch in the context phase.
@@ -101,6 +105,7 @@ class IterationCounts:
         num_taken_blocks: Free blocks taken since the start.
         num_reused_blocks: Blocks that admissions found in the cache, since the start.
         num_missed_blocks: Full blocks that admissions did not find in the cache, since the start.
+        block_store: The statistics of the store of saved KV blocks.
         static_batch: The current static batch; None without static batching.
         adapters: Numbers of LoRA adapters, stored and on the device.
     """
@@ -131,6 +136,9 @@ class IterationCounts:
     num_accepted_draft_tokens: int = 0
     num_drafted_requests: int = 0
     num_taken_blocks: int = 0
+    max_sequence_length: int = 0
+    num_cached_blocks: int = 0
+    block_store: StoreStats = field(default_factory=StoreStats)
     static_batch: StaticBatchStats | None = None
     adapters: AdapterStats = field(default_factory=AdapterStats)
 
@@ -221,11 +229,65 @@ class IterationCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class KvChanges:
+    """By how much the counts of KV blocks grew from one kept iteration to the next.
+
+    Attributes:
+        num_taken, num_reused, num_missed: Blocks as in `IterationCounts`.
+        num_offloaded, offloaded_bytes: Blocks copied from the device's cache to the block store.
+        num_onboarded, onboarded_bytes: Blocks copied from the block store to the device's cache.
+        num_host_dropped, host_dropped_bytes: Blocks dropped from host memory.
+    """
+
+    num_taken: int = 0
+    num_reused: int = 0
+    num_missed: int = 0
+    num_offloaded: int = 0
+    offloaded_bytes: int = 0
+    num_onboarded: int = 0
+    onboarded_bytes: int = 0
+    num_host_dropped: int = 0
+    host_dropped_bytes: int = 0
+
+
+def kv_changes(now: IterationCounts, before: IterationCounts | None) -> KvChanges:
+    """Return by how much the counts of KV blocks grew from `before` to `now`; None: since the start."""
+    totals = _kv_totals(now)
+    if before is not None:
+        totals = tuple(new - old for new, old in zip(totals, _kv_totals(before), strict=True))
+    return KvChanges(*totals)
+
+
+def _kv_totals(stats: IterationCounts) -> tuple[int, ...]:
+    """Return the counts since the start, in the order of `KvChanges`."""
+    store = stats.block_store
+    host = store.tier(HOST)
+    return (
+        stats.num_taken_blocks,
+        stats.num_reused_blocks,
+        stats.num_missed_blocks,
+        store.num_saved,
+        store.saved_bytes,
+        store.num_loaded,
+        store.loaded_bytes,
+        host.num_dropped,
+        host.dropped_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class KeptIteration:
-    """The statistics of one iteration, and the time when they were taken, in seconds since the epoch."""
+    """The statistics of one iteration.
+
+    Attributes:
+        stats: The statistics.
+        wall_clock_s: The time when they were taken, in seconds since the epoch.
+        kv: Changes since the iteration that was kept before; None: unknown.
+    """
 
     stats: IterationCounts
     wall_clock_s: float
+    kv: KvChanges | None = None
 
 
 class RequestStage(Enum):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from inflight.adapters.cache import HostAdapterCache
@@ -20,6 +20,7 @@ from inflight.batch_manager import GptManager
 from inflight.block_store import store
 from inflight.block_store.files import BlockFiles
 from inflight.block_store.store import HostBlockStore
+from inflight.block_store.tier_counts import TierCounts
 from inflight.build import RunningEngine
 from inflight.core.request.response import Response
 from inflight.core.schedule.batch import ScheduledBatch
@@ -103,6 +104,7 @@ class _ChecksAfterIterations(_Manager):
         self._check_progress(is_busy)
         if isinstance(self._block_store, HostBlockStore):
             check_store(self._block_store)
+            check_traffic(scheduler)
 
     def _check_progress(self, is_busy: bool) -> None:
         """Check that a sequence runs if only waiting ones are left, at the latest in the next iteration."""
@@ -178,13 +180,11 @@ def check_limits(scheduler: Scheduler) -> None:
 
 
 def check_store(block_store: HostBlockStore) -> None:
-    """Check that the block store's counts of bytes are right and within its limits."""
+    """Check that the block store's counts of blocks and bytes are right and within its limits."""
     if _is_at_rest(block_store._lock):
-        in_host = sum(content.size for content in block_store._in_host.values())
-        assert block_store._host_bytes == in_host <= block_store._max_host_bytes, (
-            f"{in_host} bytes in host memory, counted {block_store._host_bytes}, "
-            f"at most {block_store._max_host_bytes}"
-        )
+        sizes = [content.size for content in block_store._in_host.values()]
+        _check_tier(block_store._host, sizes)
+        assert block_store._host.num_bytes <= block_store._host.max_bytes
         largest = max(buffer.size for buffer in block_store._buffers.values())
         queued = sum(save.content.size for save in _items(block_store._saves) if save is not None)
         written = block_store._waiting_bytes - queued  # of the block that is being written
@@ -199,8 +199,33 @@ def check_store(block_store: HostBlockStore) -> None:
 def _check_files(files: BlockFiles) -> None:
     if _is_at_rest(files._lock):
         sizes = [file.size for file in files._files.values()]
-        assert files._num_bytes == sum(sizes), f"files have {sum(sizes)} bytes, counted {files._num_bytes}"
-        assert files._num_bytes <= files._max_bytes + max(sizes, default=0)
+        _check_tier(files.counts, sizes)
+        assert files.counts.num_bytes <= files.counts.max_bytes + max(sizes, default=0)
+
+
+def _check_tier(counts: TierCounts, sizes: Sequence[int]) -> None:
+    """Check that a tier holds what it has found and saved, and not dropped since."""
+    counted = (counts.num_blocks, counts.num_bytes)
+    assert counted == (len(sizes), sum(sizes)), (
+        f"{counts.medium} holds {len(sizes)} blocks of {sum(sizes)} bytes, counted {counted}"
+    )
+
+
+def check_traffic(scheduler: Scheduler) -> None:
+    """Check that the scheduler, the store and its tiers agree on what was saved and loaded."""
+    saved = scheduler.kv_cache.saved
+    assert saved is not None, "a store without an index"
+    stats, tiers = saved.stats, saved.stats.tiers
+    by_tier = sum(tier.num_loaded for tier in tiers)
+    assert saved.num_loaded == stats.num_loaded == by_tier, (
+        f"the scheduler counts {saved.num_loaded} loaded blocks, the store {stats.num_loaded}, "
+        f"its tiers {by_tier}"
+    )
+    most = sum(tier.num_saved for tier in tiers)
+    assert saved.num_saved <= stats.num_saved <= most, (
+        f"the scheduler counts {saved.num_saved} saved blocks, the store {stats.num_saved}, its tiers {most}"
+    )
+    assert stats.loaded_bytes == stats.num_loaded * stats.block_bytes, "there are blocks of other sizes"
 
 
 def check_adapters(cache: HostAdapterCache) -> None:
