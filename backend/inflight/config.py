@@ -89,8 +89,8 @@ _MODELS = ENGINE_ONLY | _FRONT_END
 _PREPROCESSING = frozenset({Role.PREPROCESSING})
 _ALL = frozenset(Role)
 _OUTPUTS = ParameterKind(
-    f"different ones of {OUTPUT_NAMES} with commas between; :context behind a name returns it for the prompt's "
-    "tokens too",
+    f"different ones of {OUTPUT_NAMES} with commas between; :context after a name returns it for the "
+    "prompt's tokens too",
     parse_outputs,
     lambda value: all(isinstance(each, WantedOutput) for each in value) and are_distinct(value),
 )
@@ -520,7 +520,7 @@ class Parameters:
     kv_cache_max_age_s: int = parameter(
         7 * 24 * 3600,
         integer(1),
-        "files in kv_cache_dir that were not used for so many seconds are removed",
+        "files in kv_cache_dir that were not used for this many seconds are removed",
         behind="kv_cache_disk_bytes",
     )
     kv_events_config: KvEventsConfig | None = parameter(

@@ -26,7 +26,7 @@ class ReloadedModel:
     """Implements `inflight.core.ports.ModelMemory`: the checkpoint's files are the copy of the weights.
 
     Attributes:
-        limits: The engine's limits, which hold for the model that is loaded again, too.
+        limits: The engine's limits, which also apply to the model that is loaded again.
         code: The code that computes the layers, which has to stay the same, too.
         files: The model's files, as they were when the model was loaded.
         close_engine: Closes the loop's engine between two iterations. The argument says whether to remember what

@@ -160,7 +160,7 @@ def _checkpoint(folder: Path, convert: str | None) -> Iterator[str]:
 
 
 def _no_decoder(config: ConfigFile) -> str | None:
-    """Return why the model is no decoder of text; None if config.json does not show that."""
+    """Return why the model is not a text decoder; None if config.json does not show that."""
     if config.values.get("is_encoder_decoder") is True:
         return "an encoder with a decoder"
     names = config.texts("architectures")

@@ -167,7 +167,7 @@ def _family(config: ConfigFile) -> Family:
 def bare_decoder(architecture: str) -> str | None:
     """Return the class of a family whose decoder without output projection is `architecture`.
 
-    Such are Qwen3Model, and Qwen3ForSequenceClassification, which has another head. None if it is no such
+    Such are Qwen3Model, and Qwen3ForSequenceClassification, which has another head. None if it is not such a
     decoder.
     """
     kind = next((kind for kind in _WITHOUT_PROJECTION if architecture.endswith(kind)), None)

@@ -372,7 +372,7 @@ def _template(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{text}{f', line {line}' if line else ''}: {error}") from None
     if "messages" not in names:
         raise argparse.ArgumentTypeError(
-            f"{text}: no chat template, as it does not use the variable messages"
+            f"{text}: not a chat template, because it does not use the variable messages"
         )
     return path
 
@@ -395,7 +395,7 @@ def _origins(text: str) -> tuple[str, ...]:
     try:
         found = json.loads(text) if text.lstrip().startswith("[") else text.split(",")
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON list: {error}") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON list: {error}") from None
     origins = [origin.strip() if isinstance(origin, str) else origin for origin in found]
     for origin in origins:
         if origin != "*" and not _is_origin(origin):

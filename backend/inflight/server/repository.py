@@ -269,7 +269,7 @@ def _pools(checkpoint: str, convert: str) -> bool:
 
 
 def _with_pooled(outputs: str) -> str:
-    """Return the parameter additional_model_outputs with the output that embeddings and classes are made of."""
+    """Return the parameter additional_model_outputs with the output for embeddings and classes."""
     if not is_filled(outputs):
         return POOLED_OUTPUT
     names = {part.strip().partition(":")[0] for part in outputs.split(",")}
@@ -402,7 +402,7 @@ def _check_known(values: Mapping[str, str], present: Mapping[str, str]) -> None:
 
 
 def _elsewhere(key: str) -> str:
-    """Return where a word that is no parameter may belong."""
+    """Return where a word that is not a parameter may belong."""
     if key in CONTROLS or key in ("max_tokens", "stop_words", "seed"):
         return f"it is a field of requests: set {key} in each request"
     return "docs/settings.md lists the parameters"

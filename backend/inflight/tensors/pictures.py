@@ -28,7 +28,7 @@ class PictureTensors:
 
     Attributes:
         pixels: Pixels of all pictures, UINT8 [pictures, height, width, 3] or [pictures, 3, height, width].
-        sizes: The part of each picture's pixels that is no padding, INT64 [pictures, 2]: height, width.
+        sizes: The part of each picture's pixels that is not padding, INT64 [pictures, 2]: height, width.
         urls: URLs, BYTES [pictures]; several names of equal meaning.
         files: Files such as PNG or JPEG, BYTES [pictures]; None: the model has no such tensor.
     """

@@ -426,7 +426,7 @@ class Request:
                 Name("prompt_embedding_table"),
                 ", which ",
                 Name("input_ids"),
-                " has, are no tokens of the vocabulary and have no probability: leave one of the two out",
+                " has, are not tokens of the vocabulary and have no probability: leave one of the two out",
             )
         self._validate_spans(limits)
 

@@ -122,7 +122,7 @@ class SamplingConfig:
         on_command_line=True,
         setting=Setting(
             _CHOICE,
-            "Tokens whose logits are more than so many standard deviations below the highest are left out.",
+            "Tokens whose logits are more than this many standard deviations below the highest are left out.",
         ),
     )
     top_k: int = _declare(
@@ -139,7 +139,7 @@ class SamplingConfig:
         ),
         executor=ExecutorField(_at_least(0), "0 by default: all; greedy if top_p and min_p are unset too"),
         on_command_line=True,
-        setting=Setting(_CHOICE, "The choice is among so many of the likeliest tokens.", usual="all"),
+        setting=Setting(_CHOICE, "The choice is among this many of the likeliest tokens.", usual="all"),
     )
     top_p: float = _declare(
         0.0,

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from inflight.core.request.draft_length import DraftLength
 
 MAX_MATCH = 16
-"""Occurrences that agree in so many tokens count as equally long."""
+"""Occurrences that agree in at least this many tokens count as equally long."""
 
 MAX_PLACES = 16
 """Number of latest occurrences of the last two tokens that are compared, in the sequence and in other answers."""

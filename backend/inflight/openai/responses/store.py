@@ -76,11 +76,11 @@ class KeptResponses:
             self._put((owner, response_id), ended)
 
     def get(self, owner: bytes, response_id: str) -> KeptResponse | None:
-        """Return a response; None if this owner has none of this id."""
+        """Return a response; None if no such id belongs to this owner."""
         return self._kept.get((owner, response_id))
 
     def delete(self, owner: bytes, response_id: str) -> KeptResponse | None:
-        """Remove a response and return it; None if this owner has none of this id."""
+        """Remove a response and return it; None if no such id belongs to this owner."""
         old = self._kept.pop((owner, response_id), None)
         if old is not None:
             self.num_bytes -= old.num_bytes
