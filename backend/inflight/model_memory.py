@@ -115,7 +115,8 @@ def _return_memory() -> None:
 
 
 def _collect_all() -> None:
-    """Collect garbage also among the objects that are exempt from collections, and exempt what is left again.
+    """Collect garbage also among the objects that are exempt from collections, then exempt the remaining
+    ones.
 
     The import of torch leaves garbage that refers to stack frames, and so to the model that was loaded in them.
     `load_model.import_for_good` exempts this garbage together with torch's objects, and

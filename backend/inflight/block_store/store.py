@@ -92,7 +92,7 @@ class LoadingPays:
 
 
 class _Average:
-    """The seconds that one item takes, by measurements of which earlier ones count less and less."""
+    """The seconds that one item takes, as an average in which earlier measurements count less and less."""
 
     def __init__(self) -> None:
         self.count = 0.0

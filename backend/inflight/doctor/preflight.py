@@ -234,7 +234,7 @@ def missing_gpu(parameters: Parameters | None, root: Path = Path("/")) -> str | 
 
 
 def lacking_in_decoder(parameters: Parameters | None) -> str | None:
-    """Return what parameters ask of the decoder that it does not have, judged by config.json; None if nothing."""
+    """Return what the parameters require and the decoder lacks according to config.json; None if nothing."""
     if parameters is None or parameters.engine.gpt_model_path is None:
         return None
     engine, folder = parameters.engine, Path(parameters.engine.gpt_model_path)

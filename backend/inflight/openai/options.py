@@ -112,7 +112,7 @@ def _add_model_arguments(add: Callable[..., argparse.Action]) -> None:
         nargs="+",
         type=_name,
         default=[],
-        help="names of the model in requests to /v1; answers have the first (default: the name of "
+        help="names of the model in requests to /v1; answers use the first (default: the name of "
         "the checkpoint's folder)",
     )
     add(
@@ -191,13 +191,13 @@ def _add_listening_arguments(add: Callable[..., argparse.Action]) -> None:
         metavar="SIZE",
         type=_size,
         default=MAX_STORED_BYTES,
-        help="largest size of the kept responses with their conversations, as for --max-body-size (default: 64M)",
+        help="largest size of the kept responses with their conversations, such as 500M (default: 64M)",
     )
     add(
         "--response-store",
         metavar="FILE",
         type=Path,
-        help="keep these responses in this SQLite file too, so that they outlive a restart",
+        help="also keep the responses of /v1/responses in this SQLite file, so that they outlive a restart",
     )
     add(
         "--ssl-certfile",
@@ -205,7 +205,12 @@ def _add_listening_arguments(add: Callable[..., argparse.Action]) -> None:
         type=_file,
         help="serve /v1 over TLS with this certificate chain (PEM)",
     )
-    add("--ssl-keyfile", metavar="FILE", type=_file, help="its private key (default: in --ssl-certfile)")
+    add(
+        "--ssl-keyfile",
+        metavar="FILE",
+        type=_file,
+        help="private key of that certificate (default: in its file)",
+    )
 
 
 def _add_batch_arguments(add: Callable[..., argparse.Action]) -> None:
@@ -221,7 +226,7 @@ def _add_batch_arguments(add: Callable[..., argparse.Action]) -> None:
         metavar="SIZE",
         type=_size,
         default=MAX_BATCH_BYTES,
-        help="largest size of --batch-dir, as for --max-body-size (default: 1G)",
+        help="largest size of --batch-dir, such as 500M (default: 1G)",
     )
     add(
         "--batch-concurrency",

@@ -249,9 +249,10 @@ def was_starved(text: str, engines: Collection[str]) -> bool:
     """Return whether a start probably failed because a model's process got no processor time for too long.
 
     While a model loads, tritonserver 2.51 expects a heartbeat from the model's process every second. If one
-    is late, which can happen on an overloaded machine, it abandons the process, which however keeps using
-    the shared memory of both. Usually tritonserver then aborts on a lock in this memory, or the process
-    crashes. If a model fails with an error of its own, the log has the same lines, but also the model's error.
+    is late, which can happen on an overloaded machine, it abandons the process, but the process keeps using
+    the memory that both share. Usually tritonserver then aborts on a lock in this memory, or the process
+    crashes. If a model fails with an error of its own, the log has the same lines, but also the model's
+    error.
 
     Args:
         text: The log.

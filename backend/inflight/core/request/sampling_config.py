@@ -353,7 +353,7 @@ class SamplingConfig:
         0,
         "INT32",
         _at_least(0),
-        "a search with enough finished beams ends at once (1), if no other is better (0), if none can be (else)",
+        "with enough finished beams: end at once (1), if no running beam is better (0), if none can be (else)",
         example=2,
         other_dtypes=("BOOL",),
         body=BodyField(is_number=False),

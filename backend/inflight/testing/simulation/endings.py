@@ -1,4 +1,5 @@
-"""Check that each request ended once, for a reason that it had, and with the tokens that it gets alone."""
+"""Check that each request ended once, for a valid reason, and with the tokens that it gets when it runs
+alone."""
 
 from __future__ import annotations
 
