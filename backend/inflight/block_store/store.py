@@ -310,7 +310,7 @@ class HostBlockStore:
     def use_memory(self, memory: BlockMemory | None) -> None:
         """Use the blocks of another cache of the same layout; None until there is one. Any thread.
 
-        No command may be given, and no load may be in progress, while there is none.
+        While there is no cache, no command may be given and no load may be in progress.
         """
         self._memory = memory
 

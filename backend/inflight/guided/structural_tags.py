@@ -204,7 +204,7 @@ def as_lark(text: str, vocabulary: GuideVocabulary) -> str:
         trigger in special for trigger in triggers
     ):
         raise InvalidArgument(
-            Name("guided_decoding_guide"), " must have triggers that are all special tokens, or none"
+            Name("guided_decoding_guide"), " must have either only special tokens as triggers, or none"
         )
     tags = [
         llguidance.StructTag(

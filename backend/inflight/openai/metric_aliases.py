@@ -131,7 +131,7 @@ _ALIASES: tuple[_VllmMetric, ...] = (
         "Draft tokens accepted",
         "inflight_accepted_draft_tokens_total",
     ),
-    _VllmMetric("request_success_total", "counter", "Sequences that have ended, by why", _finished),
+    _VllmMetric("request_success_total", "counter", "Sequences that have ended, by reason", _finished),
     _VllmMetric("lora_requests_info", "gauge", "Adapters of running and waiting requests", _lora_requests),
     _VllmMetric("cache_config_info", "gauge", "The KV cache", _cache_config),
 )

@@ -62,7 +62,7 @@ SAME_VALUES: Mapping[str, Mapping[str, str]] = {
 """The value here, by an option and another server's value; "": the option is left out."""
 
 SIZES = ("--set max_sequence_length", "--set max_num_tokens")
-"""The options of `SAME` whose other names take sizes such as 32k or 32K, as `vllm serve` does."""
+"""The options of `SAME` for which other servers' names take sizes such as 32k or 32K, as in `vllm serve`."""
 
 SWITCHES: Mapping[str, Sequence[str]] = {
     "--enable-prefix-caching": (),

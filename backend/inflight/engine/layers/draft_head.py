@@ -9,9 +9,9 @@ projections of MTP and EAGLE-3 heads are compiled too.
 
 The layer's keys and values are one more layer of the KV cache, and the hidden states are stored there too: blocks
 that are shared, copied or saved have all that the head needs. Forward passes store both for their rows, by `fill`.
-Of tokens that a sequence generates without drafts, it has zeros or older entries instead. To guess more than one
-token, the head gets its own output in place of the hidden state. The keys and values that it stores then are
-overwritten by the forward pass that verifies the guesses.
+For tokens that a sequence generates without drafts, it has zeros or older entries instead. To guess more than
+one token, the head gets its own output in place of the hidden state. The keys and values that it stores then
+are overwritten by the forward pass that verifies the guesses.
 
 References: vLLM `qwen3_next_mtp.py` and `deepseek_mtp.py`, SGLang `deepseek_nextn.py`.
 """
