@@ -183,7 +183,7 @@ class Speculation:
 
 
 def chain_length(choices: Sequence[Sequence[int]]) -> int | None:
-    """Return the length of the chain that a draft tree is; None if it is another tree.
+    """Return the length of a draft tree that is a chain; None if the tree has branches.
 
     Args:
         choices: The tree's nodes in any order, as paths from the root: at each step the rank of the guess. In a

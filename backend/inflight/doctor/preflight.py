@@ -111,7 +111,7 @@ def unservable(folder: Path, implementation: str | None) -> str | None:
 
 
 def warnings(options: ServerOptions) -> Iterator[str]:
-    """Yield warnings: what a server with these options will start without."""
+    """Yield a warning for each feature that a server with these options will lack."""
     model = options.wanted.model
     is_tokenizer_elsewhere = "tokenizer_dir" in options.wanted.settings
     if model is not None and not is_tokenizer_elsewhere and not (model / "tokenizer.json").exists():
