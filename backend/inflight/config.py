@@ -180,8 +180,8 @@ class SchedulingConfig:
     schedule_policy: SchedulePolicy = parameter(
         SchedulePolicy.FCFS,
         member(SchedulePolicy),
-        "which of the waiting requests of one client and priority starts first: fcfs: the oldest; lpm: the one with "
-        "the longest cached prefix",
+        "which waiting request of one client and priority starts first: fcfs: the oldest; lpm: the one with the "
+        "longest cached prefix",
     )
     enable_kv_cache_reuse: bool = parameter(True, BOOLEAN, "share KV blocks of equal prefixes")
     kv_cache_onboard_blocks: bool = parameter(

@@ -21,7 +21,7 @@ from inflight.file_names import native
 from inflight.processes import PARENT, stat_fields
 
 LONGEST_SOCKET_PATH = 107
-"""Most bytes of a socket's path: Linux keeps it in 108 bytes, with a final zero."""
+"""Maximum length of a socket's path in bytes: Linux keeps it in 108 bytes, with a final zero."""
 _LONGEST_NAME = 40
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: process, user and group id
 
