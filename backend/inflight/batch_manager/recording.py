@@ -173,7 +173,8 @@ def encode(record: Record) -> bytes:
 
 
 def _spell(plain: Any) -> Any:
-    """Replace floats that JSON lacks by text. A sequence that starts with an integer has no floats."""
+    """Replace floats that JSON cannot express by text. A sequence that starts with an integer has no
+    floats."""
     if isinstance(plain, float) and not math.isfinite(plain):
         return repr(plain)
     # The casts state the element types, which isinstance cannot.

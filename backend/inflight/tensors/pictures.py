@@ -69,7 +69,8 @@ class SentPictures:
     def encode(
         self, encoder: BlockingEncoder, text: str, vocab_size: int, special_tokens: SpecialTokens
     ) -> EncodedPrompt:
-        """Return the prompt with its pictures (`BlockingEncoder.encode`); errors have the client's name."""
+        """Return the prompt with its pictures (`BlockingEncoder.encode`); errors name the tensor that the
+        client sent."""
         try:
             return encoder.encode(text, self.pictures, vocab_size, special_tokens)
         except RequestError as error:

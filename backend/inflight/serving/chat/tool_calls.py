@@ -124,7 +124,7 @@ class ToolCallStream:
     # Parser states. Each method parses from its state, and returns whether the next state can run at once.
 
     def _at_beginning(self) -> bool:
-        """Parse the beginning of the text, before any character that is not white space."""
+        """Parse the beginning of a text that has had only white space so far."""
         if not self._skip_space():
             return False
         form = self._form
