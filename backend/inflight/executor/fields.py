@@ -208,7 +208,7 @@ _PARTS_OF_REQUESTS = [
         ExternalDraftTokensConfig,
         tokens=_works("fewer than max_tokens"),
         logits=_works("[tokens, vocab_size]; tokens are then accepted by chance"),
-        acceptance_threshold=_works("accepted at this ratio instead"),
+        acceptance_threshold=_works("with logits: least ratio of probabilities, target / draft, for a token"),
         fast_logits=_refused("logits come with the request; no draft engine sends them", False),
     ),
     *_of(

@@ -346,7 +346,7 @@ def _check_ranks_known(
 def _batch_size(value: str | None) -> int | None:
     """Parse max_batch_size, which is not a parameter but a field of every config.pbtxt."""
     if value is not None and not (value.isdecimal() and int(value) > 0):
-        raise OptionError(f"--set {MAX_BATCH_SIZE}={value}: expected a whole number from 1")
+        raise OptionError(f"--set {MAX_BATCH_SIZE}={value}: expected a whole number of at least 1")
     return None if value is None else int(value)
 
 
