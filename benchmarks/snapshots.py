@@ -1,8 +1,8 @@
 """Measure how much of conversations' prompts is reused, with several numbers of snapshots of recurrent states.
 
 Simulates the scheduler of a model with recurrent layers, without any device. Conversations share a few system
-prompts; a random one sends its next message, behind all earlier ones, when one of the running answers ends. KV
-blocks suffice for all conversations, so that only snapshots limit the reuse.
+prompts; a random one sends its next message, after all earlier ones, when one of the running answers ends.
+There are enough KV blocks for all conversations, so that only snapshots limit the reuse.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class Load:
         }
 
     def run(self, seconds: float, watch: Callable[[], None]) -> None:
-        """Send requests for so many seconds; calls `watch` in between, in this thread."""
+        """Send requests for this many seconds; calls `watch` in between, in this thread."""
         num_clients = 8
         clients = [
             threading.Thread(target=self._send_on, args=(random.Random(n), num_clients / self._rate))
@@ -282,7 +282,7 @@ def watch(server: TritonServer, begun_s: float, num_requests: int) -> Iterator[S
 
 
 def _name(process: psutil.Process, server_pid: int) -> str:
-    """Return a name that tells a process from the server's others."""
+    """Return a name that distinguishes a process from the others of the server."""
     if process.pid == server_pid:
         return "tritonserver"
     words = process.cmdline()

@@ -99,7 +99,8 @@ def _passed_on(answer: aiohttp.ClientResponse) -> dict[str, str]:
 
 
 async def _content(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Yield the answer in the parts that the server sends. If the client goes away, so does the request."""
+    """Yield the answer in the parts that the server sends. If the client disconnects, the request is
+    cancelled."""
     with contextlib.closing(answer):
         async for part in answer.content.iter_any():
             yield part

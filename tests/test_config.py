@@ -326,9 +326,9 @@ BAD = [
     ("eagle_choices", "{}", "{0}, {0, 0}"),
     ("eagle_choices", "{0", "{0}, {0, 0}"),
     ("eagle_choices", ", ".join(f"{{{', '.join('0' * n)}}}" for n in range(1, 66)), "{0}, {0, 0}"),
-    ("lora_adapters", "/adapters/a", "different names, each with = and a folder behind it"),
-    ("lora_adapters", "a=/x,=/y", "different names, each with = and a folder behind it"),
-    ("lora_adapters", "a=/x,a=/y", "different names, each with = and a folder behind it"),
+    ("lora_adapters", "/adapters/a", "different names, each followed by = and a folder"),
+    ("lora_adapters", "a=/x,=/y", "different names, each followed by = and a folder"),
+    ("lora_adapters", "a=/x,a=/y", "different names, each followed by = and a folder"),
     ("lora_weights_data_type", "FP32", "TYPE_FP16 or TYPE_BF16 or TYPE_FP32"),
 ]
 

@@ -79,7 +79,8 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(self._given, namespace)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Refuse a value that is none of the choices, with the nearest ones, and all of them if they are few."""
+        """Refuse a value that is not one of the choices, with the nearest ones, and all of them if they are
+        few."""
         if action.choices is None or value in action.choices:
             return
         near = equally_near(str(value), map(str, action.choices))

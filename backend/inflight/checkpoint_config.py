@@ -57,7 +57,7 @@ class ConfigFile:
         path: The file.
         values: Keys and values.
         whole: The whole config.json, if this is a multimodal model's text part; otherwise this object.
-        multimodal: The class of that model; None if this is no text part.
+        multimodal: The class of that model; None if this is not a text part.
     """
 
     def __init__(self, path: Path, values: Mapping[str, Any], section: str = "") -> None:

@@ -28,7 +28,7 @@ _DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": BFLOAT16}
 
 
 class Activation(Enum):
-    """The function that makes the returned numbers of a head's products."""
+    """The function that turns a head's products into the returned numbers."""
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
@@ -42,7 +42,8 @@ class ClassificationHead:
     Attributes:
         weight: float32 [classes, hidden size].
         labels: The name of each class.
-        activation: The function that makes probabilities of the products, as in vLLM: a softmax over several
+        activation: The function that turns the products into probabilities, as in vLLM: a softmax over
+        several
             classes, a sigmoid for one class or a `problem_type` of several labels a text, none for a regression.
     """
 

@@ -89,8 +89,8 @@ _MODELS = ENGINE_ONLY | _FRONT_END
 _PREPROCESSING = frozenset({Role.PREPROCESSING})
 _ALL = frozenset(Role)
 _OUTPUTS = ParameterKind(
-    f"different ones of {OUTPUT_NAMES} with commas between; :context behind a name returns it for the prompt's "
-    "tokens too",
+    f"different ones of {OUTPUT_NAMES} with commas between; :context after a name returns it for the "
+    "prompt's tokens too",
     parse_outputs,
     lambda value: all(isinstance(each, WantedOutput) for each in value) and are_distinct(value),
 )
@@ -180,8 +180,8 @@ class SchedulingConfig:
     schedule_policy: SchedulePolicy = parameter(
         SchedulePolicy.FCFS,
         member(SchedulePolicy),
-        "order in which waiting requests of one client and priority start: fcfs: of arrival; lpm: the longest "
-        "cached prefix first",
+        "which waiting request of one client and priority starts first: fcfs: the oldest; lpm: the one with the "
+        "longest cached prefix",
     )
     enable_kv_cache_reuse: bool = parameter(True, BOOLEAN, "share KV blocks of equal prefixes")
     kv_cache_onboard_blocks: bool = parameter(
@@ -520,7 +520,7 @@ class Parameters:
     kv_cache_max_age_s: int = parameter(
         7 * 24 * 3600,
         integer(1),
-        "files in kv_cache_dir that were not used for so many seconds are removed",
+        "files in kv_cache_dir that were not used for this many seconds are removed",
         behind="kv_cache_disk_bytes",
     )
     kv_events_config: KvEventsConfig | None = parameter(

@@ -103,7 +103,7 @@ def client_options() -> str:
                 *(f"        {_quoted(each)}," for each in values),
                 "    ),",
             ]
-    doc = "By option: its tensor's name in a text model, that in an id model, type, dimensions, and help."
+    doc = "For each option: its tensor in text models and in id models, type, dimensions and help."
     ending = [control.client for control in CONTROLS.values() if control.ends_answer]
     aliases = {other: control.client for control in CONTROLS.values() for other in control.client_aliases}
     lines += [

@@ -88,7 +88,7 @@ def _or_name(model: str) -> str:
 
 
 def _instead_of(folder: Path) -> str:
-    """Return what to name in place of a folder without a config.json; "" if nothing in it tells."""
+    """Return what to name in place of a folder without a config.json; "" if its files do not show it."""
     if (folder / "adapter_config.json").is_file():
         return " but a LoRA adapter: name its base model by --model, and the adapter by --lora NAME=FOLDER"
     inner = next(iter(sorted([*folder.glob("*/config.json"), *folder.glob("snapshots/*/config.json")])), None)

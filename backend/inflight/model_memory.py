@@ -26,7 +26,7 @@ class ReloadedModel:
     """Implements `inflight.core.ports.ModelMemory`: the checkpoint's files are the copy of the weights.
 
     Attributes:
-        limits: The engine's limits, which hold for the model that is loaded again, too.
+        limits: The engine's limits, which also apply to the model that is loaded again.
         code: The code that computes the layers, which has to stay the same, too.
         files: The model's files, as they were when the model was loaded.
         close_engine: Closes the loop's engine between two iterations. The argument says whether to remember what
@@ -115,7 +115,8 @@ def _return_memory() -> None:
 
 
 def _collect_all() -> None:
-    """Collect garbage also among the objects that are exempt from collections, and exempt what is left again.
+    """Collect garbage also among the objects that are exempt from collections, then exempt the remaining
+    ones.
 
     The import of torch leaves garbage that refers to stack frames, and so to the model that was loaded in them.
     `load_model.import_for_good` exempts this garbage together with torch's objects, and

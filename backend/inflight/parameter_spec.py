@@ -183,7 +183,7 @@ class Speculation:
 
 
 def chain_length(choices: Sequence[Sequence[int]]) -> int | None:
-    """Return the length of the chain that a draft tree is; None if it is another tree.
+    """Return the length of a draft tree that is a chain; None if the tree has branches.
 
     Args:
         choices: The tree's nodes in any order, as paths from the root: at each step the rank of the guess. In a
@@ -215,7 +215,7 @@ CHOICES = ParameterKind(
 )
 
 SPECULATION = ParameterKind(
-    "none, prompt-lookup, suffix, mtp or eagle3; :K behind the last four sets the tokens of a draft, 0 to "
+    "none, prompt-lookup, suffix, mtp or eagle3; after the last four, :K sets the tokens of a draft, 0 to "
     f"{MAX_DRAFT_TOKENS}",
     Speculation.parse,
     lambda value: value is None or 0 <= value.num_tokens <= MAX_DRAFT_TOKENS,
@@ -293,7 +293,7 @@ TOKEN_IDS = _integers("token ids >= 0 with commas between", 0)
 WINDOWS = _integers("integers >= 1 with commas between", 1)
 DEVICES = _integers("numbers >= 0 with commas between", 0)
 NAMED_FOLDERS = ParameterKind(
-    "different names, each with = and a folder behind it, with commas between: a=/folder/of/a,b=/folder/of/b",
+    "different names, each followed by = and a folder, with commas between: a=/folder/of/a,b=/folder/of/b",
     _named_folders,
     lambda value: len({name for name, _ in value}) == len(value),
 )

@@ -48,7 +48,7 @@ class Task(Enum):
 
     @property
     def pools(self) -> bool:
-        """Return whether answers are made of `POOLED_OUTPUT`, for which no output projection is needed."""
+        """Return whether answers are computed from `POOLED_OUTPUT`, without an output projection."""
         return self in (Task.EMBED, Task.CLASSIFY)
 
 

@@ -30,7 +30,7 @@ class BufferedEncoder:
     def _note(self, value: object) -> int:
         if not isinstance(value, RawBuffer):
             raise NotImplementedError(
-                f"{type(value).__name__} is no part of a message"
+                f"{type(value).__name__} cannot be part of a message"
             )  # as msgspec asks for
         self._buffers.append(memoryview(value.data).cast("B"))
         return len(value)
@@ -55,7 +55,7 @@ class BufferedDecoder(Generic[_T]):
 
     def _make_room(self, kind: type, value: Any) -> RawBuffer:
         if kind is not RawBuffer:
-            raise NotImplementedError(f"{kind.__name__} is no part of a message")  # as msgspec asks for
+            raise NotImplementedError(f"{kind.__name__} cannot be part of a message")  # as msgspec asks for
         if not isinstance(value, int) or value < 0:
             raise ValueError(f"expected the length of a buffer, got {value!r}")
         room = memoryview(bytearray(value))

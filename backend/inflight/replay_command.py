@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--state",
         action="store_true",
-        help="print the scheduler's state at the end, as JSON; the rest on stderr",
+        help="print the scheduler's state at the end, as JSON; other output goes to stderr",
     )
     parser.add_argument("--verbose", action="store_true", help="one line for every iteration")
     given = parser.parse_args(arguments)

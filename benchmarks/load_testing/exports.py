@@ -62,7 +62,7 @@ def read_genai_perf(text: str, requests: Mapping[str, BenchRequest]) -> list[Tim
     try:
         experiments = json.loads(text, strict=False)["experiments"]
     except json.JSONDecodeError as error:
-        raise ServeError(f"perf_analyzer's export is no JSON; it ends with {text[-100:]!r}") from error
+        raise ServeError(f"perf_analyzer's export is not JSON; it ends with {text[-100:]!r}") from error
     return [
         _genai_timeline(record, requests) for experiment in experiments for record in experiment["requests"]
     ]

@@ -73,7 +73,7 @@ def export(arguments: Sequence[str], timeout: float | None = None) -> list[dict[
         with contextlib.suppress(json.JSONDecodeError):
             return json.loads(text, strict=False)["experiments"]
     raise ServeError(
-        f"perf_analyzer's export was no JSON {_ATTEMPTS} times; the last ends with {text[-100:]!r}"
+        f"perf_analyzer's export was not JSON {_ATTEMPTS} times; the last ends with {text[-100:]!r}"
     )
 
 

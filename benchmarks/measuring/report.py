@@ -89,7 +89,7 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of one round, or medians of several rounds. Of memory, the highest value of all rounds.
+    """Figures of one round, or medians of several rounds. For memory, the highest value of all rounds.
 
     Attributes:
         output_tokens_per_s: Generated tokens per second, from the first request sent to the last response.

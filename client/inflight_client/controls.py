@@ -147,7 +147,7 @@ CONTROLS: dict[str, tuple[str, str, str, int, str]] = {
         "",
     ),
 }
-"""By option: its tensor's name in a text model, that in an id model, type, dimensions, and help."""
+"""For each option: its tensor in text models and in id models, type, dimensions and help."""
 
 ENDING_CONTROLS = ["min_length"]
 """Options that end the answer."""

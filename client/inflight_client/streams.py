@@ -93,8 +93,8 @@ class _Stream:
         self._connection = grpc.InferenceServerClient(url)
         responses: queue.SimpleQueue[tuple[grpc.InferResult | None, Exception | None]] = queue.SimpleQueue()
         self._responses = responses
-        # tritonclient's thread inherits the daemon flag. If it were not a daemon, an exception that leaves a loop
-        # over `stream`, whose traceback keeps the iterator alive, would keep the interpreter from exiting.
+        # tritonclient's thread inherits the daemon flag. Without the flag the interpreter could not exit after an
+        # exception has left a loop over `stream`, because the exception's traceback keeps the iterator alive.
         starter = threading.Thread(
             target=self._connection.start_stream,
             args=(lambda result, error: responses.put((result, error)),),

@@ -65,7 +65,7 @@ class LeadersDevice(FakeEngine):
         breakdowns, at = self._scenario.breakdowns, batch.iteration % GAP
         slots = {*(chunk.slot for chunk in batch.context), *batch.generation_slots}
         if at in breakdowns.unusable:
-            return Unavailable("the device is no use")
+            return Unavailable("the device is lost")
         is_faulty = any(self._requests.get(slot, 0) % 100 in breakdowns.faulty for slot in slots)
         return StepFailed("planned") if is_faulty or at in breakdowns.transient else None
 

@@ -147,8 +147,8 @@ def test_siblings_wait_for_the_first_sequence_then_run_and_share():
     assert [(one.request_id, one.sequence_index, one.why) for one in state.waiting] == [
         (1, 0, "starts with the next iteration"),
         (2, 0, "is behind request 1"),
-        (1, 1, "is behind its request's first sequence, which computes the prompt for all"),
-        (1, 2, "is behind its request's first sequence, which computes the prompt for all"),
+        (1, 1, "waits for its request's first sequence, which computes the prompt for all"),
+        (1, 2, "waits for its request's first sequence, which computes the prompt for all"),
     ]
     driver.step()
     assert [(one.sequence_index, one.why) for one in scheduler.state().waiting] == [

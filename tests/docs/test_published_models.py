@@ -66,7 +66,7 @@ def code_of(model: dict[str, str]) -> str:
         return "transformers' code"
     row = re.search(rf"^\| `{family}` \| `\w+` \| (\w+) \|", PAGE.read_text(), re.MULTILINE)
     assert row is not None
-    return WORDS[row[1]] + (", of its text part" if text else "")
+    return WORDS[row[1]] + (" for the text part" if text else "")
 
 
 def table() -> str:

@@ -67,7 +67,7 @@ def test_a_gemma_4_head_of_another_model(tmp_path: Path) -> None:
     options = Wanted(model.folder, speculate="mtp:3", draft_model=head.folder)
     assert not [*preflight.problems(ServerOptions(wanted=options))]
     found = problem(DEMO_MODEL, speculate="mtp:3", draft_model=head.folder)
-    assert found.endswith(f"expected a head for {DEMO_MODEL}, which is no Gemma 4")
+    assert found.endswith(f"expected a head for {DEMO_MODEL}, which is not a Gemma 4")
     wider = make_head(tmp_path / "wider", model, backbone_hidden_size=96)
     found = problem(model.folder, speculate="mtp:3", draft_model=wider.folder)
     assert "key 'backbone_hidden_size' is 96, expected 64, the hidden_size of" in found

@@ -296,7 +296,7 @@ def test_invalid_pictures_are_refused(vision: VisionServer) -> None:
     answer = vision.ask(f"{ALONE} and", image_url=urls(WIDE, TALL))
     assert "the prompt has 1 places for pictures (<|image_pad|>), but 2 image_url" in str(answer.error)
     answer = vision.ask("What?", image_url=urls(b"nonsense"))
-    assert "image_url[0] is no picture of a known format" in str(answer.error)
+    assert "image_url[0] is not a picture of a known format" in str(answer.error)
 
 
 def test_the_flags_for_urls_hold_for_tritons_tensors(vision: VisionServer) -> None:
@@ -309,7 +309,7 @@ def test_the_flags_for_urls_hold_for_tritons_tensors(vision: VisionServer) -> No
         ("http://example.com/a.png", "which this server may not read from (--allowed-media-domains)"),
         (
             "file:///etc/passwd",
-            "image_url[0] is 'file:///etc/passwd', which is no file in the allowed folder",
+            "image_url[0] is 'file:///etc/passwd', which is not a file in the allowed folder",
         ),
     ):
         assert message in str(vision.ask("What?", image_url=[url]).error)

@@ -232,7 +232,7 @@ def test_a_guess_costs_a_layer_and_the_output_projection(zoo: Zoo, tmp_path: Pat
 def test_a_head_that_cannot_pay_is_never_used(
     right: tuple[ZooModel, EagleHeadFolder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its operations that are no products take longer than a token of this model."""
+    """Its operations that are not products take longer than a token of this model."""
     model, head = right
     monkeypatch.setitem(draft_costs._OVERHEAD_BYTES, "cpu", 1e6)
     engine = load(model.folder, 60, draft_head_dir=str(head.folder))

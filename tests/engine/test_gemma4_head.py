@@ -394,7 +394,7 @@ def test_a_head_is_refused_by_its_tensors(
 def test_only_a_gemma_4_takes_such_a_head(random: Any, zoo: Zoo, tmp_path: Path) -> None:
     _, head = random("gemma4")
     for case in ("llama-gqa", "gemma3"):
-        with pytest.raises(ConfigError, match=r"expected a head for .*, which is no Gemma 4"):
+        with pytest.raises(ConfigError, match=r"expected a head for .*, which is not a Gemma 4"):
             load(zoo[case].folder, 20, draft_head_dir=str(head.folder), has_draft_head=True)
 
 

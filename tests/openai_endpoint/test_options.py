@@ -180,7 +180,7 @@ def refusal(command: str, flags: list[str], capsys: pytest.CaptureFixture[str]) 
         (b"{{ " + b"(" * 2000 + b"messages" + b")" * 2000 + b" }}", ": maximum recursion depth exceeded"),
         (b" \n", ": it is empty"),
         (b"{{ messages }}\xff", ": 'utf-8' codec can't decode byte 0xff"),
-        (b"# How to use this model", ": no chat template, as it does not use the variable messages"),
+        (b"# How to use this model", ": not a chat template, because it does not use the variable messages"),
     ],
 )
 def test_a_broken_template_is_reported_with_file_and_line(

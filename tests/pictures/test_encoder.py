@@ -252,12 +252,12 @@ def test_pictures_with_nothing_between_them_are_refused(encoder: PictureEncoder)
 @pytest.mark.parametrize(
     ("file", "reason"),
     [
-        (b"", "is no picture of a known format"),
-        (b"no picture", "is no picture of a known format"),
+        (b"", "is not a picture of a known format"),
+        (b"no picture", "is not a picture of a known format"),
         (WIDE[:200], "cannot be decoded: "),
         (b"\0" * (MAX_PICTURE_BYTES + 1), "bytes; at most"),
         (picture(4000, 2), "cannot be processed: absolute aspect ratio must be smaller than 200"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 1 1\n", "is no picture of a known format"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 1 1\n", "is not a picture of a known format"),
     ],
 )
 def test_errors_name_the_picture(encoder: PictureEncoder, file: bytes, reason: str) -> None:

@@ -183,7 +183,7 @@ class _Reader:
         try:
             re.compile(text)
         except re.error as error:
-            raise self._error(field, f"regular expressions; {text!r} is none: {error}") from None
+            raise self._error(field, f"regular expressions; {text!r} is not one: {error}") from None
 
     def _error(self, field: str, expected: str) -> InvalidArgument:
         return InvalidArgument(f"{CONFIG_FILE}: {field} is {self.values[field]!r}, expected {expected}")

@@ -307,8 +307,8 @@ class GptManager:
         self._instruments.end()
         self._inspections.answer(batch)
         can_rest = not had_work or (batch is None and num_due == 0 and self._scheduler.can_only_wait)
-        # After the end of a request, the next iteration's inputs may have one for which there was no room, and let
-        # adapters and guides forget the ended one.
+        # After the end of a request, the next iteration's inputs may have a request for which there was no
+        # room, and let adapters and guides forget the ended request.
         has_ended = num_before + len(inputs.new_requests) > self._scheduler.num_active
         return not can_rest or bool(inputs.new_requests) or has_more or has_ended
 

@@ -173,7 +173,8 @@ def encode(record: Record) -> bytes:
 
 
 def _spell(plain: Any) -> Any:
-    """Replace floats that JSON lacks by text. A sequence that starts with an integer has no floats."""
+    """Replace floats that JSON cannot express by text. A sequence that starts with an integer has no
+    floats."""
     if isinstance(plain, float) and not math.isfinite(plain):
         return repr(plain)
     # The casts state the element types, which isinstance cannot.
@@ -298,7 +299,7 @@ class Trace:
         _check_version(line)
         record = decode(line)
         if not isinstance(record, Header):
-            raise BadTrace("its first line is no header")
+            raise BadTrace("its first line is not a header")
         self.header = record
 
     def __iter__(self) -> Iterator[Begin | End]:
@@ -324,7 +325,7 @@ def _check_version(line: bytes) -> None:
     except (msgspec.MsgspecError, RecursionError):
         found = _Format()
     if found.format != FORMAT:
-        raise BadTrace("its first line is no header of a trace")
+        raise BadTrace("its first line is not the header of a trace")
     if found.version != VERSION:
         raise BadTrace(f"it is a trace of version {found.version}, and this program reads version {VERSION}")
 

@@ -94,7 +94,7 @@ class LoadingPays:
 
 
 class _Average:
-    """The seconds that one item takes, by measurements of which earlier ones count less and less."""
+    """The seconds that one item takes, as an average in which earlier measurements count less and less."""
 
     def __init__(self) -> None:
         self.count = 0.0
@@ -355,7 +355,7 @@ class HostBlockStore:
     def use_memory(self, memory: BlockMemory | None) -> None:
         """Use the blocks of another cache of the same layout; None until there is one. Any thread.
 
-        No command may be given, and no load may be in progress, while there is none.
+        While there is no cache, no command may be given and no load may be in progress.
         """
         self._memory = memory
 

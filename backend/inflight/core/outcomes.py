@@ -39,7 +39,7 @@ class Outcomes:
         kv_cache: Publishes blocks that have become full.
         running: The sequences that have slots.
         admission: Queues sequences that waited for a prompt.
-        recovery: Counts the rows that came back after a failed iteration.
+        recovery: Counts the rows whose results arrived after a failed iteration.
         endings: Ends sequences.
         observed: Counts tokens.
         now_ns: When the output that is being applied arrived, in monotonic nanoseconds.

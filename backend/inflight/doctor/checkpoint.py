@@ -269,7 +269,7 @@ def _mend_search(model: str, reason: str) -> str:
     if "it is part" in reason:
         return "download the missing part"
     if "cannot be read" in reason or "not a complete GGUF file" in reason:
-        return "download the file again: it is damaged, or only a part of it"
+        return "download the file again: it is damaged or incomplete"
     return (
         "take another GGUF file (docs/models.md lists what is read), or the model's Hugging Face checkpoint"
     )

@@ -133,7 +133,7 @@ def _transformers_decoders() -> Mapping[str, Any] | None:
 
 
 def _pairs(value: ast.expr) -> Mapping[str, Any]:
-    """Return the content of `OrderedDict([(key, value), …])`; {} of another expression."""
+    """Return the content of `OrderedDict([(key, value), …])`; {} for any other expression."""
     try:
         return dict(ast.literal_eval(value.args[0])) if isinstance(value, ast.Call) else {}
     except (ValueError, TypeError, IndexError):

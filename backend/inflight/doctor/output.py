@@ -14,7 +14,7 @@ _MARGIN = " " * (_NAME_WIDTH + 9)
 _SUMMARY = {
     Level.GREEN: "green: this machine is ready",
     Level.YELLOW: "yellow: this machine will serve, and could do better",
-    Level.RED: "red: this machine will not serve until what is red is mended",
+    Level.RED: "red: this machine will not serve until the red findings are fixed",
 }
 
 

@@ -111,7 +111,7 @@ def unservable(folder: Path, implementation: str | None) -> str | None:
 
 
 def warnings(options: ServerOptions) -> Iterator[str]:
-    """Yield warnings: what a server with these options will start without."""
+    """Yield a warning for each feature that a server with these options will lack."""
     model = options.wanted.model
     is_tokenizer_elsewhere = "tokenizer_dir" in options.wanted.settings
     if model is not None and not is_tokenizer_elsewhere and not (model / "tokenizer.json").exists():
@@ -160,7 +160,7 @@ def _checkpoint(folder: Path, convert: str | None) -> Iterator[str]:
 
 
 def _no_decoder(config: ConfigFile) -> str | None:
-    """Return why the model is no decoder of text; None if config.json does not show that."""
+    """Return why the model is not a text decoder; None if config.json does not show that."""
     if config.values.get("is_encoder_decoder") is True:
         return "an encoder with a decoder"
     names = config.texts("architectures")
@@ -234,7 +234,7 @@ def missing_gpu(parameters: Parameters | None, root: Path = Path("/")) -> str | 
 
 
 def lacking_in_decoder(parameters: Parameters | None) -> str | None:
-    """Return what parameters ask of the decoder that it does not have, judged by config.json; None if nothing."""
+    """Return what the parameters require and the decoder lacks according to config.json; None if nothing."""
     if parameters is None or parameters.engine.gpt_model_path is None:
         return None
     engine, folder = parameters.engine, Path(parameters.engine.gpt_model_path)

@@ -91,7 +91,7 @@ def check_attention(
     config = EngineConfig(gpt_model_path=str(folder), dtype=dtype, kv_cache_dtype=kv_cache_dtype)
     device = find_device(None)
     if device.type == "cpu":
-        yield green("attention", "that of the CPU layers; with torch's operators, over gathered KV blocks")
+        yield green("attention", "computed by the CPU layers above; torch's operators would gather KV blocks")
         return
     reasons: list[str] = []
 

@@ -210,10 +210,10 @@ async def _reach(client: SocketEngineClient) -> tuple[EngineDescription, Iterati
 
 
 def _read_counts(client: SocketEngineClient) -> IterationCounts:
-    """Return the engine's present counters. Blocks. Raises Unavailable if the engine does not tell them."""
+    """Return the engine's present counters. Blocks. Raises Unavailable if the engine does not report them."""
     metrics = client.reports(ReportKind.METRICS, _REPORT_TIMEOUT_S).metrics
     if metrics is None:
-        raise Unavailable(f"the engine did not tell its counters in {_REPORT_TIMEOUT_S:g} s")
+        raise Unavailable(f"the engine did not report its counters within {_REPORT_TIMEOUT_S:g} s")
     return metrics[0]
 
 

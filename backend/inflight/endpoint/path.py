@@ -21,7 +21,7 @@ from inflight.file_names import native
 from inflight.processes import PARENT, stat_fields
 
 LONGEST_SOCKET_PATH = 107
-"""Most bytes of a socket's path: Linux keeps it in 108 bytes, with a final zero."""
+"""Maximum length of a socket's path in bytes: Linux keeps it in 108 bytes, with a final zero."""
 _LONGEST_NAME = 40
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: process, user and group id
 
@@ -84,8 +84,8 @@ def remove(path: str) -> None:
 def connect(connection: socket.socket, path: str) -> Hello:
     """Connect a Unix socket to the engine at `path`, and return its Hello.
 
-    Raises OSError if the engine cannot be reached. Raises BadFrame if its first message is no Hello, or its
-    process belongs to a user other than this process's user and root.
+    Raises OSError if the engine cannot be reached. Raises BadFrame if its first message is not a Hello, or
+    its process belongs to a user other than this process's user and root.
     """
     reach(connection, path)
     return read_hello(connection)
@@ -109,7 +109,7 @@ def read_hello(connection: socket.socket) -> Hello:
     body = read_frame(connection)
     frame = decode_from_engine(body) if body is not None else None
     if not isinstance(frame, Hello):
-        raise BadFrame("the engine's first message is no Hello")
+        raise BadFrame("the engine's first message is not a Hello")
     return frame
 
 

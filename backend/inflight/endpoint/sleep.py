@@ -58,8 +58,8 @@ class Sleep:
         A command waits for the end of an earlier one; ASK does not.
 
         Args:
-            action: The command; to wake up while awake does nothing, nor does sleeping while asleep, except that
-                it gives back a KV cache that was kept.
+            action: The command. WAKE_UP does nothing if the engine is awake. SLEEP does nothing if it sleeps,
+            except that it gives back a KV cache that was kept.
             timeout_s: How long to wait for requests in flight, or for another command, in seconds.
             only_weights: Whether to keep the KV cache in sleep; WAKE_UP raises unless it was kept.
 

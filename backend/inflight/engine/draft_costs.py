@@ -14,8 +14,8 @@ from inflight.models.registry import ModelDescription
 _logger = logging.getLogger(__name__)
 
 _OVERHEAD_BYTES = {"cpu": 25e6, "cuda": 500e6}
-"""Bytes of weights that are read in the time of a head's operations that are no products, for an entry or a guess:
-measured on a CPU (0.7 ms), and guessed for a GPU (about 25 kernels)."""
+"""Bytes of weights that are read in the time of a head's operations that are not products, for an entry or a
+guess: measured on a CPU (0.7 ms), and guessed for a GPU (about 25 kernels)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def guess_cost(decoder: DecoderConfig, overhead: float) -> float:
 
     Args:
         decoder: The model with the head.
-        overhead: Number of weights that are read in the time of a layer's operations that are no products.
+        overhead: Number of weights that are read in the time of a layer's operations that are not products.
     """
     width = decoder.hidden_size
     if (gemma4 := decoder.gemma4_head) is not None:

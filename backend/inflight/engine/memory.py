@@ -158,7 +158,7 @@ def check_room(
 
 
 def left_by_weights(weight_bytes: int, free_bytes: int, on_gpu: bool, mend: str) -> int:
-    """Return the free memory that weights leave which are not read yet; raise ConfigError if they do not fit.
+    """Return the memory that will be free once the weights are loaded; raise ConfigError if they do not fit.
 
     `mend`: how to use less memory, for the error.
     """

@@ -41,7 +41,7 @@ def constructor_arguments(
     if in_memory or (args and isinstance(args[0], bytes | bytearray | memoryview)):
         raise NotSupported("an engine in memory is not supported: expected the folder of a checkpoint")
     if "encoder_model_path" in keywords or (len(args) > 1 and isinstance(args[1], str | os.PathLike)):
-        got = f"; expected a ModelType behind the model, got {args[1]!r:.100}" if len(args) > 1 else ""
+        got = f"; expected a ModelType after the model, got {args[1]!r:.100}" if len(args) > 1 else ""
         raise NotSupported(f"an encoder is not supported: {_NO_ENCODER}{got}")
     try:
         found = inspect.signature(_from_folder).bind(*args, **keywords)

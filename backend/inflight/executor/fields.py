@@ -208,7 +208,7 @@ _PARTS_OF_REQUESTS = [
         ExternalDraftTokensConfig,
         tokens=_works("fewer than max_tokens"),
         logits=_works("[tokens, vocab_size]; tokens are then accepted by chance"),
-        acceptance_threshold=_works("accepted at this ratio instead"),
+        acceptance_threshold=_works("with logits: least ratio of probabilities, target / draft, for a token"),
         fast_logits=_refused("logits come with the request; no draft engine sends them", False),
     ),
     *_of(
@@ -261,7 +261,7 @@ _CONFIGURATION = _of(
     peft_cache_config=_works("see PeftCacheConfig"),
     logits_post_processor_config=_works("see LogitsPostProcessorConfig"),
     decoding_config=_works("see DecodingConfig"),
-    use_gpu_direct_storage=_ignored("weights are read by way of the host"),
+    use_gpu_direct_storage=_ignored("weights are read into host memory first"),
     gpu_weights_percent=_refused("weights are kept on the device as a whole", 1.0),
     max_queue_size=_works("requests beyond it are refused as they are enqueued; None and 0: no bound"),
     extended_runtime_perf_knob_config=_works("see ExtendedRuntimePerfKnobConfig"),
@@ -408,7 +408,7 @@ _PARTS_OF_CONFIGURATION = [
         backend=_works("LLGUIDANCE is installed with this package; XGRAMMAR has to be"),
         encoded_vocab=_works("the checkpoint's by default; not in orchestrator mode"),
         tokenizer_str=_works("the checkpoint's by default; not in orchestrator mode"),
-        stop_token_ids=_works("tokens of encoded_vocab that are no text; Request.end_id ends an output"),
+        stop_token_ids=_works("tokens of encoded_vocab that are not text; Request.end_id ends an output"),
     ),
     *_of(
         CacheTransceiverConfig,

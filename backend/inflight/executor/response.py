@@ -235,12 +235,12 @@ def deserialize_result(data: bytes) -> Result:
     import torch
 
     if not data.startswith(b"PK"):  # torch writes zip files
-        raise InvalidValue(f"these {len(data)} bytes are no serialized Result")
+        raise InvalidValue(f"these {len(data)} bytes are not a serialized Result")
     try:
         with torch.serialization.safe_globals(_PARTS):
             result = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     except Exception as error:  # arbitrary bytes make torch raise arbitrary errors
-        raise InvalidValue(f"these {len(data)} bytes are no serialized Result: {error}") from error
+        raise InvalidValue(f"these {len(data)} bytes are not a serialized Result: {error}") from error
     if not isinstance(result, Result):
-        raise InvalidValue(f"these {len(data)} bytes are no Result but of type {type(result).__name__}")
+        raise InvalidValue(f"these {len(data)} bytes are not a Result but of type {type(result).__name__}")
     return result

@@ -44,7 +44,7 @@ def within(default: _T, values: Range) -> _T:
 def of_control(name: str, default: _T) -> _T:
     """Return a field for a sampling control, whose values must be in the range of the control's declaration."""
     control = CONTROLS[name].executor
-    assert control is not None, f"{name} is no control of this API"
+    assert control is not None, f"{name} is not a control of this API"
     return within(default, control.range)
 
 

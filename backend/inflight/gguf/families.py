@@ -33,7 +33,7 @@ OWN_HEADS = ("gemma4", "deepseek2", "kimi-linear", "minimax-m2", "nemotron_h", "
 
 
 def _llama(section: ArchitectureKeys) -> Json:
-    """Return the keys of Llama, Mistral and Mixtral, which the architecture does not tell apart."""
+    """Return the keys of Llama, Mistral and Mixtral, which have the same architecture name in GGUF files."""
     if section.size_or_none("expert_count") is None:
         return {"attention_bias": section.has_tensor("attn_q.bias")}
     section.expect("expert_gating_func", None, SOFTMAX)

@@ -37,7 +37,7 @@ def gguf_files(folder: Path) -> tuple[Path, ...]:
 
 
 def checkpoint_of(file: Path) -> Path:
-    """Return the checkpoint folder made of a GGUF file of one or more parts; make it if necessary.
+    """Return the checkpoint folder made from a GGUF file of one or more parts; make it if necessary.
 
     Raises:
         ConfigError: A file cannot be read, or the model is not supported. The message has the reason.

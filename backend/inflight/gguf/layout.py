@@ -21,7 +21,8 @@ class DamagedFile(ValueError):
 
 
 def check_layout(path: Path) -> None:
-    """Raise DamagedFile unless all keys and values end within the file. Other files than GGUF's pass."""
+    """Raise DamagedFile unless all keys and values end within the file. Files of other formats are not
+    checked."""
     with path.open("rb") as file:
         if path.stat().st_size < _HEADER.size:
             return

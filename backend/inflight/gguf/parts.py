@@ -6,7 +6,7 @@ from inflight.gguf.keys import ArchitectureKeys
 from inflight.json_values import Json
 
 SOFTMAX, SIGMOID = 1, 2
-"""llama.cpp's numbers of the functions that make probabilities of experts' scores."""
+"""llama.cpp's numbers of the functions that turn experts' scores into probabilities."""
 
 
 def read_experts(section: ArchitectureKeys, count: str = "num_experts", gating: int = SOFTMAX) -> Json:

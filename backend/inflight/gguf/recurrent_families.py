@@ -124,7 +124,7 @@ def _falcon_h1(section: ArchitectureKeys) -> Json:
 
 
 def _nemotron_h(section: ArchitectureKeys) -> Json:
-    """Return the keys of Nemotron-H, whose layers are told apart by their tensors."""
+    """Return the keys of Nemotron-H, whose kinds of layers are recognized by their tensors."""
     kinds = {"ssm_in": "linear_attention", "attn_q": "full_attention", "ffn_gate_inp": "moe", "ffn_up": "mlp"}
     tensors, num_heads = section.header.tensors, section.size("ssm.time_step_rank")
     section.size_or_none("rope.dimension_count")  # without effect: this family rotates nothing

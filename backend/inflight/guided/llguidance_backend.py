@@ -258,7 +258,7 @@ def _explained(reason: str) -> str:
     """Return an explanation of the library's reason, followed by the library's own message."""
     for sign, meaning in _MEANINGS.items():
         if sign in reason:
-            # What follows a line like this is the grammar that was made of the guide.
+            # What follows a line like this is the grammar that was made from the guide.
             found = _EXPRESSION_ERROR.search(reason)
             return f"{meaning} (llguidance: {found[1] if found else reason})"
     return f"llguidance reports: {reason}"

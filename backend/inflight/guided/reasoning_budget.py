@@ -1,12 +1,12 @@
-"""A guide that bounds a model's reasoning, and may have another guide for the answer behind it.
+"""A guide that bounds a model's reasoning, and may have another guide for the answer after it.
 
     {"reasoning": {"begin": "<think>", "end": "</think>", "max_tokens": 200},
      "guide": {"type": "json_schema", "guide": "{…}"}}
 
 This is a guide of type structural_tag. The text is free until its reasoning has `max_tokens` tokens; then `end`
-is the only text allowed. Behind `end` the text is free again, or follows `guide`. Without `begin`, the text begins
-with reasoning, as `guide` requires; with it, a text that begins otherwise has no reasoning and is free. Works with
-every grammar library.
+is the only text allowed. After `end` the text is free again, or follows `guide`. Without `begin`, the text
+begins with reasoning, as `guide` requires; with it, a text that begins otherwise has no reasoning and is
+free. Works with every grammar library.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ReasoningGuide:
         begin: The text that opens reasoning; b"": the text begins with reasoning.
         end: The text that ends it.
         max_tokens: Largest number of tokens of the reasoning, before `end`.
-        answer: The guide of the text behind `end`; None if it is free.
+        answer: The guide of the text after `end`; None if it is free.
     """
 
     begin: bytes
@@ -87,7 +87,7 @@ class _ReasoningState:
     Attributes:
         place: before, inside, closing, space or after.
         text: Before: the text so far. Inside: the longest end of it that is a beginning of `end`. Closing: the
-            part of `end` that is still to come. Space: the white space behind `end`.
+            part of `end` that is still to come. Space: the white space after `end`.
         count: Number of tokens of the reasoning.
     """
 
@@ -102,7 +102,7 @@ class ReasoningMatcher:
     Args:
         guide: The guide.
         tokens: The bytes of every token, special tokens as they are spelled.
-        answer: Matcher of the text behind the reasoning; None if it is free.
+        answer: Matcher of the text after the reasoning; None if it is free.
     """
 
     def __init__(self, guide: ReasoningGuide, tokens: Sequence[bytes], answer: Matcher | None) -> None:
@@ -119,7 +119,7 @@ class ReasoningMatcher:
 
     @property
     def state(self) -> _ReasoningState:
-        """The state behind the last token."""
+        """The state after the last token."""
         return self._states[-1]
 
     @property
@@ -147,7 +147,7 @@ class ReasoningMatcher:
         return forked
 
     def _next(self, token_id: int) -> _ReasoningState:
-        """Return the state behind one more token."""
+        """Return the state after one more token."""
         state, guide = self.state, self._guide
         added = self._tokens[token_id] if token_id < len(self._tokens) else b""
         if state.place == "before":
@@ -260,7 +260,7 @@ class ReasoningBackend:
         return tuple(index for index, token in enumerate(self._vocabulary.tokens) if byte in token)
 
     def _find_banned(self, end: bytes, known: int) -> tuple[int, ...]:
-        """Return the tokens with text behind `end`, of which the first `known` bytes are generated already."""
+        """Return the tokens with text after `end`, of which the first `known` bytes are generated already."""
         rest, found = end[known:], list[int]()
         for index in self._with_byte(end[-1]):
             token = self._vocabulary.tokens[index]

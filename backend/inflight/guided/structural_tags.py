@@ -204,7 +204,7 @@ def as_lark(text: str, vocabulary: GuideVocabulary) -> str:
         trigger in special for trigger in triggers
     ):
         raise InvalidArgument(
-            Name("guided_decoding_guide"), " must have triggers that are all special tokens, or none"
+            Name("guided_decoding_guide"), " must have either only special tokens as triggers, or none"
         )
     tags = [
         llguidance.StructTag(
@@ -220,7 +220,7 @@ def as_lark(text: str, vocabulary: GuideVocabulary) -> str:
 
 def _sequence_as_lark(structures: tuple[Structure, ...], sequence: TagSequence) -> str:
     indexes = range(len(structures))
-    # A separator is one literal with the beginning behind it: the lexer could take it alone for that of `end`.
+    # A separator and the beginning after it are one literal: the lexer could take it alone for that of `end`.
     next_ones = " | ".join(
         f"{_quoted(sequence.separator + structures[index].begin)} rest_{index}" for index in indexes
     )
@@ -255,7 +255,7 @@ def _followed(one: Structure) -> Structure:
 
 
 def _rest_as_lark(index: int, one: Structure) -> list[str]:
-    """Return the rules of a structure behind its beginning."""
+    """Return the rules of a structure after its beginning."""
     if one.schema:
         return [f"rest_{index}: %json {one.schema} {_quoted(one.end)}"]
     rules: list[str] = []
@@ -304,4 +304,4 @@ def _text(value: Any) -> str:
 def _schema(value: Any) -> Any:
     if isinstance(value, bool) or is_object(value):
         return value
-    raise TypeError(f"{value!r} is no JSON schema")
+    raise TypeError(f"{value!r} is not a JSON schema")

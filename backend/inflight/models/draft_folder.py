@@ -1,4 +1,4 @@
-"""The folder of a draft head that is no part of the model's checkpoint: which kind of head it has."""
+"""The folder of a draft head that is not part of the model's checkpoint: which kind of head it has."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def _find_read_layers(config: ConfigFile, num_layers: int) -> tuple[int, ...]:
 
 
 def _read_section(config: ConfigFile) -> ConfigFile | None:
-    """Return `eagle_config`; None without it. Raises ConfigError for a key that makes another head of it."""
+    """Return `eagle_config`; None without it. Raises ConfigError for a key of another kind of head."""
     if not config.has("eagle_config"):
         return None
     section = config.child("eagle_config")

@@ -101,7 +101,8 @@ def log_untied(model: ModelDescription) -> None:
 
 
 def _rename_others(checkpoint: Checkpoint, names: WeightNames) -> None:
-    """Give tensors whose names match `names.other_names` the family's names, unless there is such a tensor."""
+    """Give tensors whose names match `names.other_names` the family's names, unless a tensor has that
+    name."""
     for pattern, replacement in names.other_names:
         for name in list(checkpoint.tensors):
             new_name = re.sub(pattern, replacement, name)

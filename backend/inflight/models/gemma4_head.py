@@ -40,14 +40,15 @@ def with_gemma4_head(model: ModelDescription, folder: str) -> ModelDescription:
     """Return the description of a Gemma 4 model with the draft head in `folder`.
 
     Raises:
-        ConfigError: The model is no Gemma 4, or the head has other sizes or layers than this model's head must
+        ConfigError: The model is not a Gemma 4, or the head has other sizes or layers than this model's head
+        must
             have, or tensors are missing; the message has the file and what was expected.
     """
     config, target = read_config_file(folder), model.decoder
     if not (target.value_norm and target.layer_scales):
         raise ConfigError(
             f"{config.path}: speculative_model_dir has a draft head of Gemma 4, expected a head for "
-            f"{model.folder}, which is no Gemma 4"
+            f"{model.folder}, which is not a Gemma 4"
         )
     if config.positive_int("backbone_hidden_size") != target.hidden_size:
         raise config.error("backbone_hidden_size", f"{target.hidden_size}, the hidden_size of {model.folder}")

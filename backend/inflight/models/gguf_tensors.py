@@ -204,7 +204,8 @@ class _Changes:
         return delta if self._architecture.has_tiled_values and isinstance(delta, GatedDelta) else None
 
     def _value_heads(self, delta: GatedDelta, width: int) -> Tensor:
-        """Return the file's place of each row, or column, of the value heads, of `width` each."""
+        """Return the place in the file of each row or column of the value heads, which have `width` of them
+        each."""
         places = torch.arange(delta.num_value_heads * width)
         return places.view(-1, delta.num_key_heads, width).transpose(0, 1).flatten()
 

@@ -138,7 +138,8 @@ def describe(config: ConfigFile) -> ModelDescription:
 def _family(config: ConfigFile) -> Family:
     """Return the family given by `architectures`, which `model_type` must match, or by `model_type` alone.
 
-    An unknown `model_type` is an unknown family, as some types of transformers use another family's class.
+    An unknown `model_type` means an unknown family, whatever `architectures` says, because some types of
+    transformers use another family's class.
     """
     architectures = [bare_decoder(name) or name for name in config.texts("architectures")]
     model_type = config.text_or_none("model_type")
@@ -167,7 +168,7 @@ def _family(config: ConfigFile) -> Family:
 def bare_decoder(architecture: str) -> str | None:
     """Return the class of a family whose decoder without output projection is `architecture`.
 
-    Such are Qwen3Model, and Qwen3ForSequenceClassification, which has another head. None if it is no such
+    Such are Qwen3Model, and Qwen3ForSequenceClassification, which has another head. None if it is not such a
     decoder.
     """
     kind = next((kind for kind in _WITHOUT_PROJECTION if architecture.endswith(kind)), None)

@@ -47,7 +47,7 @@ UNSERVED: Mapping[str, str] = {
     "jamba": _MAMBA1,
     "longcat_flash": "two attentions in a layer, and experts that return their input",
     "mamba": _MAMBA1,
-    "mimo_v2_flash": "values of another width than keys, beside sinks",
+    "mimo_v2_flash": "values and keys of different widths, together with sinks",
     "minimax_m3_vl": _BLOCKS,
     "minimax_m3_vl_text": _BLOCKS,
     "mistral_large4": _INDEXER,

@@ -1,7 +1,6 @@
 """/v1/load_lora_adapter and /v1/unload_lora_adapter, compatible with vLLM. Runs on the event loop.
 
-Both are refused unless the engine takes its clients' adapter commands, for which the operator sets
-`enable_adapter_commands`.
+Both are refused unless the operator has set `enable_adapter_commands`.
 """
 
 from __future__ import annotations

@@ -73,7 +73,8 @@ class Piece:
     stop_string: str = ""
 
     def has_content(self, with_ids: bool) -> bool:
-        """Return whether the piece has content for a client. Bytes of an incomplete character are no content.
+        """Return whether the piece has content for a client. Bytes of an incomplete character are not
+        content.
 
         Args:
             with_ids: Whether the response has token ids too; the first piece then has the prompt's ids.

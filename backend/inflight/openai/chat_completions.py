@@ -53,7 +53,7 @@ async def prepare_chat(
         request: The HTTP request.
         body: The chat.
         adapter: Name of the LoRA adapter; "": the bare model.
-        default_max_tokens: Largest number of tokens to generate if the body has none, reduced to what fits;
+        default_max_tokens: Largest number of tokens to generate if the body has none, or fewer if fewer fit;
             None: as many as fit.
     """
     prepare = partial(_prepare, context.model, body, adapter, default_max_tokens)

@@ -96,7 +96,7 @@ def read_chat(model: ServingModel, body: ChatBody) -> ChatPrompt:
     if ends_reasoning(text, final, marked_by):
         reasoning_parser = ""
     if tool_parser and (needed := find_tool_format(tool_parser).reasoning_parser):
-        # A forced call begins behind its own marker, without messages before it.
+        # A forced call begins after its own marker, without messages before it.
         reasoning_parser = "" if choice.is_forced and not is_inside else needed
     token_bytes = model.token_bytes if reasoning_parser else ()
     return ChatPrompt(

@@ -77,7 +77,7 @@ async def chosen_context(request: Request, name: str | None, *tasks: Task) -> tu
 def choose_context(contexts: Sequence[Context], name: str | None) -> Context:
     """Return the context whose model or adapter has this name; of a single engine its own. May block.
 
-    Raises ApiError (404) for a name that none of several engines has.
+    Raises ApiError (404) for a name that no engine of the server has.
     """
     if name is None or len(contexts) == 1:
         return contexts[0]

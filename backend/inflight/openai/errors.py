@@ -139,7 +139,7 @@ def describe_error(error: Exception) -> tuple[int, dict[str, Any]]:
     if isinstance(error, InvalidArgument | Unsupported):
         error = in_fields(error)
     if isinstance(error, UnicodeEncodeError):  # JSON allows half of a surrogate pair, UTF-8 does not
-        error = ApiError(f"a text of the body is no Unicode: {error.reason} at character {error.start}")
+        error = ApiError(f"a text in the body is not Unicode: {error.reason} at character {error.start}")
     if isinstance(error, ApiError):
         return error.status, error_body(error.status, str(error), error.param, error.error_code)
     if isinstance(error, Unreachable):

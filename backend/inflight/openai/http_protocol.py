@@ -211,9 +211,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._send_timer = self.loop.call_later(self.send_timeout_s, look) if num_waiting else None
 
     def _refuse_bytes(self, is_tls: bool) -> None:
-        """Answer bytes that are no HTTP request; `is_tls`: they are the beginning of https://."""
+        """Answer bytes that are not an HTTP request; `is_tls`: they are the beginning of https://."""
         if not is_tls:
-            self._refuse(400, "this is no HTTP request")
+            self._refuse(400, "this is not an HTTP request")
             return
         mend = "take http:// in the client's URL, or start the server with --ssl-certfile and --ssl-keyfile"
         # The client's port is left out, so that repeated lines are equal and are collapsed.

@@ -320,7 +320,7 @@ class KServeEngineClient:
             assert isinstance(error, grpc.RpcError)
             message, status = error.details() or "", error.code().name
         if structured := _STRUCTURED.match(message):
-            with contextlib.suppress(ValueError):  # the kind is none of this package's
+            with contextlib.suppress(ValueError):  # the kind is not one of this package's
                 return error_from_kind(structured[1], structured[2])
         if "protocol is restricted" in message:
             return Unavailable(

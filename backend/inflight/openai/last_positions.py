@@ -188,7 +188,7 @@ def pooled_state(result: SequenceResult) -> NDArray[np.float32]:
 async def compute(
     context: Context, request: HttpRequest, prepared: PreparedPrompts, take: Callable[[SequenceResult], _T]
 ) -> list[_T]:
-    """Run the prompts; return what `take` makes of the result of each, in their order."""
+    """Run the prompts; return `take` of each result, in the order of the prompts."""
     prompts = [(prompt, None) for prompt in prepared.prompts]
     stream = open_stream(context, request, prompts, prepared.model_name)
     watcher = Watcher(request, stream)

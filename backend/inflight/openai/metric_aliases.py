@@ -143,7 +143,7 @@ _ALIASES: tuple[_VllmMetric, ...] = (
     ),
     _VllmMetric("kv_offload_load_bytes_total", "counter", "Bytes of saved KV blocks loaded", _loaded_bytes),
     _VllmMetric("kv_offload_store_bytes_total", "counter", "Bytes of KV blocks saved", _stored_bytes),
-    _VllmMetric("request_success_total", "counter", "Sequences that have ended, by why", _finished),
+    _VllmMetric("request_success_total", "counter", "Sequences that have ended, by reason", _finished),
     _VllmMetric("lora_requests_info", "gauge", "Adapters of running and waiting requests", _lora_requests),
     _VllmMetric("cache_config_info", "gauge", "The KV cache", _cache_config),
 )

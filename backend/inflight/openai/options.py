@@ -112,7 +112,7 @@ def _add_model_arguments(add: Callable[..., argparse.Action]) -> None:
         nargs="+",
         type=_name,
         default=[],
-        help="names of the model in requests to /v1; answers have the first (default: the name of "
+        help="names of the model in requests to /v1; answers use the first (default: the name of "
         "the checkpoint's folder)",
     )
     add(
@@ -191,13 +191,13 @@ def _add_listening_arguments(add: Callable[..., argparse.Action]) -> None:
         metavar="SIZE",
         type=_size,
         default=MAX_STORED_BYTES,
-        help="largest size of the kept responses with their conversations, as for --max-body-size (default: 64M)",
+        help="largest size of the kept responses with their conversations, such as 500M (default: 64M)",
     )
     add(
         "--response-store",
         metavar="FILE",
         type=Path,
-        help="keep these responses in this SQLite file too, so that they outlive a restart",
+        help="also keep the responses of /v1/responses in this SQLite file, so that they outlive a restart",
     )
     add(
         "--ssl-certfile",
@@ -205,7 +205,12 @@ def _add_listening_arguments(add: Callable[..., argparse.Action]) -> None:
         type=_file,
         help="serve /v1 over TLS with this certificate chain (PEM)",
     )
-    add("--ssl-keyfile", metavar="FILE", type=_file, help="its private key (default: in --ssl-certfile)")
+    add(
+        "--ssl-keyfile",
+        metavar="FILE",
+        type=_file,
+        help="private key of that certificate (default: in its file)",
+    )
 
 
 def _add_batch_arguments(add: Callable[..., argparse.Action]) -> None:
@@ -221,7 +226,7 @@ def _add_batch_arguments(add: Callable[..., argparse.Action]) -> None:
         metavar="SIZE",
         type=_size,
         default=MAX_BATCH_BYTES,
-        help="largest size of --batch-dir, as for --max-body-size (default: 1G)",
+        help="largest size of --batch-dir, such as 500M (default: 1G)",
     )
     add(
         "--batch-concurrency",
@@ -372,7 +377,7 @@ def _template(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{text}{f', line {line}' if line else ''}: {error}") from None
     if "messages" not in names:
         raise argparse.ArgumentTypeError(
-            f"{text}: no chat template, as it does not use the variable messages"
+            f"{text}: not a chat template, because it does not use the variable messages"
         )
     return path
 
@@ -395,7 +400,7 @@ def _origins(text: str) -> tuple[str, ...]:
     try:
         found = json.loads(text) if text.lstrip().startswith("[") else text.split(",")
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON list: {error}") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON list: {error}") from None
     origins = [origin.strip() if isinstance(origin, str) else origin for origin in found]
     for origin in origins:
         if origin != "*" and not _is_origin(origin):

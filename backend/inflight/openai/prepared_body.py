@@ -107,7 +107,7 @@ def prepare_body(
 
 
 def _check_receipt(asked: BodySettings, num_prompts: int) -> None:
-    """Raise ApiError if the answer would not be that of one request to the engine."""
+    """Raise ApiError unless the answer comes from a single request to the engine."""
     if num_prompts > 1:
         raise ApiError(
             f"return_receipt is for one prompt, and prompt has {num_prompts}: send them one by one",

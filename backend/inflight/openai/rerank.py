@@ -1,8 +1,8 @@
 """/v1/rerank and /v1/score: how well texts answer a query.
 
-A score is the probability of "yes" among "yes" and "no" behind the prompt of Qwen3-Reranker or, of a checkpoint
-for sequence classification with one class, that class's probability for both texts together. Runs on the event
-loop, except the functions that prepare prompts.
+A score is the probability of "yes" among "yes" and "no" after the prompt of Qwen3-Reranker or, of a
+checkpoint for sequence classification with one class, that class's probability for both texts together. Runs
+on the event loop, except the functions that prepare prompts.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ MAX_CONTEXT_LOGITS_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class BodySettings:
-    """Settings of a body that hold for all of its prompts.
+    """Settings of a body that apply to all of its prompts.
 
     Attributes:
         body: The body.

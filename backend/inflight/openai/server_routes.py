@@ -104,7 +104,7 @@ def _engine_page(client: EngineClient) -> str:
     except Unsupported:
         raise ApiError("this server was started without a metrics page to forward", 404) from None
     if reports.metrics is None:
-        raise Unavailable("the engine does not tell its metrics: an iteration takes long, or it has ended")
+        raise Unavailable("the engine does not report its metrics: an iteration takes long, or it has ended")
     return metrics_page(*reports.metrics, time.time(), reports.memory, _ENGINE_LABELS)
 
 

@@ -169,7 +169,7 @@ class ServingModel:
             return False
 
     def known_names(self) -> tuple[str, ...]:
-        """Return the names of the model; none of an engine that was never reached. May block."""
+        """Return the names of the model; an engine that was never reached has none. May block."""
         try:
             return self.names
         except Unavailable:
@@ -268,7 +268,7 @@ class ServingModel:
 
 
 def unknown_model(name: str, known: str) -> ApiError:
-    """Return the error for a body's `model` that is none of the `known` names."""
+    """Return the error for a body's `model` that is not one of the `known` names."""
     message = f"the model {name[:200]!r} does not exist; this server has {known}"
     return ApiError(message, 404, "model", "model_not_found")
 

@@ -55,7 +55,7 @@ def _check_one_of(request: Request, name: str, allowed: tuple[str, ...]) -> None
 
 
 def _are_only_weights(request: Request, problem: str) -> bool:
-    """Return whether the parameter `tags` names the weights alone; without it, both are meant."""
+    """Return whether the parameter `tags` names the weights alone; without it, the KV cache is included."""
     tags = request.query_params.getlist("tags")
     if tags and set(tags) not in (_TAGS, _WEIGHTS):
         raise invalid("tags", f"tags is {tags}, expected weights, or weights and kv_cache: {problem}")

@@ -26,7 +26,8 @@ def read_pictures(files: Mapping[int, bytes | memoryview]) -> dict[int, Image.Im
         files: The pictures' files, by their index in the prompt.
 
     Raises:
-        InvalidArgument: A file is too large, is no picture of one of the FORMATS, is broken, or has more pixels
+        InvalidArgument: A file is too large, is not a picture in one of the FORMATS, is broken, or has more
+        pixels
             than PIL allows (`Image.MAX_IMAGE_PIXELS`); or all pictures together have more than MAX_PIXELS.
     """
     opened = {index: _read(index, partial(_open, data, index)) for index, data in files.items()}
@@ -61,7 +62,7 @@ def _read(index: int, read: Callable[[], Image.Image]) -> Image.Image:
     except (Image.DecompressionBombWarning, Image.DecompressionBombError):
         raise bad_picture(index, f"has too many pixels; at most {Image.MAX_IMAGE_PIXELS} are taken") from None
     except Image.UnidentifiedImageError:
-        raise bad_picture(index, f"is no picture of a known format: {', '.join(FORMATS)}") from None
+        raise bad_picture(index, f"is not a picture of a known format: {', '.join(FORMATS)}") from None
     except Exception as error:  # PIL's decoders raise many classes for broken files
         raise bad_picture(index, f"cannot be decoded: {without_places(str(error))}") from error
 

@@ -151,7 +151,7 @@ class PictureReader:
 
 
 class _Unreadable(Exception):
-    """The reason why a picture is not read, to be put behind the name of its URL."""
+    """The reason why a picture is not read, to be appended to the name of its URL."""
 
 
 def _shown(url: str) -> str:
@@ -207,9 +207,9 @@ def _split(url: str) -> SplitResult:
         if re.search(r"[\s\x00-\x1f\x7f\\]", url):
             raise ValueError("it has white space, control characters or a backslash in it")
         parts = urlsplit(url)
-        _ = parts.port  # raises ValueError if it is no number up to 65535
+        _ = parts.port  # raises ValueError if it is not a number up to 65535
     except ValueError as error:
-        raise _Unreadable(f"is {_shown(url)}, which is no URL: {error}") from None
+        raise _Unreadable(f"is {_shown(url)}, which is not a URL: {error}") from None
     return parts
 
 
@@ -223,7 +223,7 @@ def _read_file(url: SplitResult, rules: SourceRules) -> bytes:
         or "\x00" in (path := unquote(url.path))
     ):
         raise _Unreadable(f"is {_shown(url.geturl())}, expected file:///PATH")
-    refused = _Unreadable(f"is {_shown(url.geturl())}, which is no file in the allowed folder")
+    refused = _Unreadable(f"is {_shown(url.geturl())}, which is not a file in the allowed folder")
     folder = os.path.realpath(rules.folder)
     place = os.path.realpath(path)
     if os.path.commonpath((folder, place)) != folder:

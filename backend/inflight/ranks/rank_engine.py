@@ -154,7 +154,7 @@ class RankEngine:
         """Run this rank's part of the forward pass; the sampling rank also samples. Returns what `decode` takes.
 
         Raises:
-            Unavailable: This rank is, or was before, at another batch than the other ranks.
+            Unavailable: This rank computes, or computed before, a different batch than the other ranks.
         """
         flight = _Flight(batch)
         with self._in_step(batch):
@@ -171,7 +171,7 @@ class RankEngine:
 
         Raises:
             RequestError: The batch failed; the same error on all ranks.
-            Unavailable: This rank is, or was before, at another batch than the other ranks.
+            Unavailable: This rank computes, or computed before, a different batch than the other ranks.
         """
         with self._in_step(batch):
             flight = self._in_flight.popleft()

@@ -115,9 +115,9 @@ class RequestForm(Struct, frozen=True):
         sampling: The sampling controls that have an effect, and the seed.
         end_ids: Token ids that end the sequence.
         stop_strings: Texts that end the output.
-        min_tokens: A stop string is ignored if one of so many first tokens completes it.
+        min_tokens: A stop string is ignored if one of the first `min_tokens` tokens completes it.
         stop_words: Token sequences that end the output.
-        stop_words_after: A stop word is ignored if it is complete within so many tokens.
+        stop_words_after: A stop word is ignored if it is complete within this many tokens.
         bad_words: Token sequences that are never generated.
         guide: Format of the generated text.
         adapter: LoRA adapter.
@@ -162,7 +162,7 @@ class Receipt(Struct, frozen=True):
         engine: The code and the settings.
         request: The request.
         outputs: The output of each sequence, or of each beam, best first.
-        cannot_rerun: Reason why the receipt does not suffice to re-run the request; "": it suffices.
+        cannot_rerun: Reason why the request cannot be run again from the receipt; "": it can.
         digest: Digest of all fields except `digest` and `signature`, as `sha256:` and hexadecimal digits.
         signature: HMAC of the same bytes, as `hmac-sha256:` and hexadecimal digits; "": not signed.
     """
@@ -222,7 +222,7 @@ def finished(receipt: Receipt, key_file: str) -> str:
 
 
 def parse(document: Mapping[str, Any]) -> Receipt:
-    """Return a document's receipt; raise InvalidArgument, with the reason, if it is none of this format."""
+    """Return a document's receipt; raise InvalidArgument, with the reason, if it has another format."""
     if document.get("format") != FORMAT:
         raise InvalidArgument(
             f"format is {document.get('format')!r}: this version reads receipts of format {FORMAT}"
@@ -279,7 +279,7 @@ def request_form(
 
 
 def why_not_rerun(request: Request) -> str:
-    """Return the reason why a request's receipt does not suffice to re-run it; "" if it does."""
+    """Return the reason why a request cannot be run again from its receipt; "" if it can."""
     digests = _digests(request)
     if digests:
         return f"of {' and '.join(digests)} there are digests only"

@@ -60,7 +60,7 @@ class Rerun:
         sources: The model and the adapter.
 
     Raises:
-        InvalidArgument: The receipt does not suffice to re-run its request, for the given reason.
+        InvalidArgument: The request cannot be run again from the receipt, for the given reason.
         ConfigError: The model is not found, or a setting is not valid.
     """
 

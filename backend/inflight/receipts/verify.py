@@ -151,7 +151,7 @@ def differing_environment(receipt: Receipt, again: Receipt) -> Iterator[str]:
 def first_difference(receipt: Receipt, again: Receipt) -> str:
     """Return the first difference of the outputs; "" if there is none.
 
-    Of an output that a client or a deadline ended, only the tokens until then are compared.
+    If a client or a deadline ended an output, only its tokens until then are compared.
     """
     if len(receipt.outputs) != len(again.outputs):
         return f"{len(again.outputs)} outputs, in the receipt {len(receipt.outputs)}"

@@ -27,7 +27,7 @@ class ReceiptWriter:
     Args:
         request: The request.
         stop_strings: Texts that end the output.
-        min_tokens: A stop string is ignored if one of so many first tokens completes it.
+        min_tokens: A stop string is ignored if one of the first `min_tokens` tokens completes it.
     """
 
     def __init__(self, request: Request, stop_strings: tuple[str, ...] = (), min_tokens: int = 0) -> None:

@@ -29,7 +29,7 @@ class Seen:
 
     Attributes:
         token_ids: [n] int64.
-        rows: [n] int64: the index of the row that the token comes before.
+        rows: [n] int64: for each token, the index of the row to whose history it belongs.
         columns: [n] int64: the token's position in its sequence.
     """
 

@@ -310,7 +310,7 @@ class Sampler:
         used = np.flatnonzero(emitted | ranked)  # without rows after a rejected draft
         check_peaks(highest[used], rows.slots[used], rows.positions[used])
         was_used = (row for row in sorted(failed, reverse=True) if emitted[row] or ranked[row])
-        # If several rows of a slot have failed, the error of the first.
+        # If several rows of a slot have failed, the error of the first one is used.
         failures = {int(rows.slots[row]): failed[row] for row in was_used}
         if failures:
             emitted &= ~np.isin(rows.slots, list(failures))

@@ -523,7 +523,7 @@ def start_with_tries(
     """Return the result of `start`; call it again if it raises Starved.
 
     Args:
-        start: Function that starts a server. It raises ServeError if it fails.
+        start: Function that starts a server, and raises ServeError if the start fails.
         most_tries: Number of failures after which the error is raised; 0 means 1.
         after_any_failure: Whether to repeat the start after any failure.
         before_next: Called with the failure before the next attempt.

@@ -136,8 +136,8 @@ class ServerLog:
 
 
 class Quiet:
-    """A filter of lines that tell nothing new: what tritonserver itself logs as information, and warnings that
-    a model repeats while the server starts. All other lines pass.
+    """A filter of lines without new information: what tritonserver itself logs as information, and warnings
+    that a model repeats while the server starts. All other lines pass.
 
     Args:
         is_starting: The attribute.
@@ -249,14 +249,15 @@ def was_starved(text: str, engines: Collection[str]) -> bool:
     """Return whether a start probably failed because a model's process got no processor time for too long.
 
     While a model loads, tritonserver 2.51 expects a heartbeat from the model's process every second. If one
-    is late, which can happen on an overloaded machine, it abandons the process, which however keeps using
-    the shared memory of both. Usually tritonserver then aborts on a lock in this memory, or the process
-    crashes. If a model fails with an error of its own, the log has the same lines, but also the model's error.
+    is late, which can happen on an overloaded machine, it abandons the process, but the process keeps using
+    the memory that both share. Usually tritonserver then aborts on a lock in this memory, or the process
+    crashes. If a model fails with an error of its own, the log has the same lines, but also the model's
+    error.
 
     Args:
         text: The log.
         engines: Names of the models with an engine. Their processes may also be killed because they take too
-            much memory, so their ends are no sign of starvation.
+            much memory, so their ends are not a sign of starvation.
     """
 
     def is_sign(error: str) -> bool:
@@ -270,7 +271,7 @@ def was_starved(text: str, engines: Collection[str]) -> bool:
 
 
 def _without_stack(error: str) -> str:
-    """Return an error without its stack if it is a ConfigError, whose message suffices."""
+    """Return an error without its stack if it is a ConfigError, whose message says everything."""
     said, at, _ = error.partition(_STACK)
     return said + '"' if at and "ConfigError" in said else error
 

@@ -91,8 +91,8 @@ def _add_draft_options(parser: argparse.ArgumentParser) -> None:
         "--draft-model",
         metavar="DIR",
         type=Path,
-        help="folder of an EAGLE-3 head, or of Gemma 4's draft head, for the model, which drafts tokens; implies "
-        "--speculate eagle3 or mtp:3",
+        help="folder of the head that drafts tokens: an EAGLE-3 head, which implies --speculate eagle3, or Gemma "
+        "4's draft head, which implies mtp:3",
     )
 
 

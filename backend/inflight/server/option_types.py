@@ -104,7 +104,7 @@ def port(text: str) -> int:
 
 def count(text: str) -> int:
     """Parse a whole number that is at least 1."""
-    return _whole_number(text, 1, "a whole number from 1")
+    return _whole_number(text, 1, "a whole number of at least 1")
 
 
 def size(text: str) -> int:
@@ -123,7 +123,7 @@ def seconds(text: str) -> int:
 
 def whole(text: str) -> int:
     """Parse a whole number that is at least 0."""
-    return _whole_number(text, 0, "a whole number from 0")
+    return _whole_number(text, 0, "a whole number of at least 0")
 
 
 def _whole_number(text: str, least: int, expected: str) -> int:

@@ -62,7 +62,7 @@ SAME_VALUES: Mapping[str, Mapping[str, str]] = {
 """The value here, by an option and another server's value; "": the option is left out."""
 
 SIZES = ("--set max_sequence_length", "--set max_num_tokens")
-"""The options of `SAME` whose other names take sizes such as 32k or 32K, as `vllm serve` does."""
+"""The options of `SAME` for which other servers' names take sizes such as 32k or 32K, as in `vllm serve`."""
 
 SWITCHES: Mapping[str, Sequence[str]] = {
     "--enable-prefix-caching": (),
@@ -102,7 +102,7 @@ DIFFERENT: Mapping[str, str] = {
     # the model and its files
     "--quantization": "it is read from the checkpoint; --dtype int8 or fp8 quantizes any checkpoint",
     "-q": "it is read from the checkpoint; --dtype int8 or fp8 quantizes any checkpoint",
-    "--load-format": "nothing to set: safetensors and GGUF files are told apart by themselves",
+    "--load-format": "nothing to set: safetensors and GGUF files are recognized automatically",
     "--safetensors-load-strategy": "take --weights mmap, on a CPU, to map packed weights from a file",
     "--download-dir": "set the environment variable HF_HOME to the folder of downloads",
     "--hf-token": "set the environment variable HF_TOKEN",

@@ -163,7 +163,7 @@ def _size(model: str, key: str, value: str | None) -> int:
     if value is None or not is_filled(value):
         return 1
     if not (value.isdecimal() and int(value) > 0):
-        raise OptionError(f"{model}: {key} is {value!r}, expected a whole number from 1")
+        raise OptionError(f"{model}: {key} is {value!r}, expected a whole number of at least 1")
     return int(value)
 
 

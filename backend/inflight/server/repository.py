@@ -269,7 +269,7 @@ def _pools(checkpoint: str, convert: str) -> bool:
 
 
 def _with_pooled(outputs: str) -> str:
-    """Return the parameter additional_model_outputs with the output that embeddings and classes are made of."""
+    """Return the parameter additional_model_outputs with the output for embeddings and classes."""
     if not is_filled(outputs):
         return POOLED_OUTPUT
     names = {part.strip().partition(":")[0] for part in outputs.split(",")}
@@ -346,7 +346,7 @@ def _check_ranks_known(
 def _batch_size(value: str | None) -> int | None:
     """Parse max_batch_size, which is not a parameter but a field of every config.pbtxt."""
     if value is not None and not (value.isdecimal() and int(value) > 0):
-        raise OptionError(f"--set {MAX_BATCH_SIZE}={value}: expected a whole number from 1")
+        raise OptionError(f"--set {MAX_BATCH_SIZE}={value}: expected a whole number of at least 1")
     return None if value is None else int(value)
 
 
@@ -402,7 +402,7 @@ def _check_known(values: Mapping[str, str], present: Mapping[str, str]) -> None:
 
 
 def _elsewhere(key: str) -> str:
-    """Return where a word that is no parameter may belong."""
+    """Return where a word that is not a parameter may belong."""
     if key in CONTROLS or key in ("max_tokens", "stop_words", "seed"):
         return f"it is a field of requests: set {key} in each request"
     return "docs/settings.md lists the parameters"

@@ -44,7 +44,7 @@ class Sender:
     Args:
         in_flight: Registry of requests in flight, with their clients.
         responses: Makes responses of the clients' protocol.
-        budget: Checks before a send that shared memory suffices; reserved memory is released after the
+        budget: Checks before a send that there is enough shared memory; reserved memory is released after the
             answer.
         stream_interval: Number of tokens in each streamed response, the `interval` of `Delivery`.
     """

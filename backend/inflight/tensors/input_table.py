@@ -256,7 +256,7 @@ _DRAFTS = (
     _both(
         "prompt_lookup_num_tokens",
         "INT32",
-        "most tokens of a draft by speculative_decoding_mode, without it by prompt lookup; 0: its own number",
+        "longest draft, by the method of speculative_decoding_mode or by prompt lookup; 0: that mode's number",
     ),
     _text_only(
         "num_draft_tokens",

@@ -91,7 +91,7 @@ def _output_log_probs(outputs: Sequence[Output]) -> NDArray[np.float32] | None:
 
 
 def _top(part: Callable[[TopLogProbs], Sequence[float]], dtype: type[np.generic], is_padded: bool) -> _Maker:
-    """Return a function that makes an array [prompts, rows, longest, most candidates]."""
+    """Return a function that makes an array [prompts, rows, longest row, largest number of candidates]."""
 
     def make(outputs: Sequence[Output]) -> NDArray[Any] | None:
         found = [output.result.top_log_probs for output in outputs]

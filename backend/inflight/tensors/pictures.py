@@ -28,7 +28,7 @@ class PictureTensors:
 
     Attributes:
         pixels: Pixels of all pictures, UINT8 [pictures, height, width, 3] or [pictures, 3, height, width].
-        sizes: The part of each picture's pixels that is no padding, INT64 [pictures, 2]: height, width.
+        sizes: The part of each picture's pixels that is not padding, INT64 [pictures, 2]: height, width.
         urls: URLs, BYTES [pictures]; several names of equal meaning.
         files: Files such as PNG or JPEG, BYTES [pictures]; None: the model has no such tensor.
     """
@@ -69,7 +69,8 @@ class SentPictures:
     def encode(
         self, encoder: BlockingEncoder, text: str, vocab_size: int, special_tokens: SpecialTokens
     ) -> EncodedPrompt:
-        """Return the prompt with its pictures (`BlockingEncoder.encode`); errors have the client's name."""
+        """Return the prompt with its pictures (`BlockingEncoder.encode`); errors name the tensor that the
+        client sent."""
         try:
             return encoder.encode(text, self.pictures, vocab_size, special_tokens)
         except RequestError as error:

@@ -137,7 +137,7 @@ def error_writer(parameters: str) -> Callable[[InflightError], str]:
 
 
 _OTHER_NAMES = {"prompt": "text_input", "n": "num_return_sequences"}
-"""Input that a client of OpenAI's protocol may mean, by the field of the body."""
+"""The Triton input with the meaning of a field of OpenAI's protocol, by the field's name."""
 
 
 def refuse_unread(

@@ -4,9 +4,9 @@ A row's next token is a digest of everything in the blocks of its block table an
 of its recurrent state if this differs from the digest of the prefix. So any scheduling error changes the
 tokens: a wrong block, a block shared or freed too early, a missing copy, a token computed twice or not at
 all, a page overwritten while in use, or the recurrent state of another slot or position. The `expected_*`
-functions of `fake_model` return the correct tokens. External drafts are verified like drafts without logits. Of
-the drafts that the device guesses, two thirds are the most likely tokens.
-Only the loop thread calls the engine.
+functions of `fake_model` return the correct tokens. External drafts are verified like drafts without logits.
+Two thirds of the drafts that the device guesses are the most likely tokens. Only the loop thread calls the
+engine.
 """
 
 from __future__ import annotations

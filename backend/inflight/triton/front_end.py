@@ -331,7 +331,7 @@ class _StateRequests:
         self._thread = ThreadPoolExecutor(1, "inflight-state")
 
     def ask(self, stream: TritonStream) -> None:
-        """Queue the answer to `stream`. Never blocks."""
+        """Queue a request for the state, which is answered on `stream`. Never blocks."""
         self._waiting.append(stream)
         self._thread.submit(self._answer)
 

@@ -36,7 +36,7 @@ class PictureMetrics:
     ) -> None:
         self._read_stats = read_stats
         self._updates: list[Callable[[PictureStats], None]] = []
-        # A process that is older than this model has published its counts before; the page keeps them.
+        # If the process started before this model, its earlier counts are on the page already.
         before = read_stats(_FIRST_TIMEOUT_S) or _NOTHING
         if (family_class := getattr(pb_utils, "MetricFamily", None)) is None:
             return

@@ -75,7 +75,7 @@ class BlockLoader:
 
         Args:
             first: Number of blocks before them, which are in the cache.
-            count: Number of blocks to load; so many must be free.
+            count: Number of blocks to load; at least this many must be free.
             state_at: Number of blocks before the boundary whose snapshot is loaded; 0: none is.
             digests: Digests of the sequence's blocks.
             token_ids, rules: The sequence's tokens, and how it shares its blocks.

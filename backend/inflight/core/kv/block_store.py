@@ -1,10 +1,10 @@
 """KV blocks outside of the device's cache, in host memory or files: the index, and the loads in progress.
 
-Every full block is saved when it is published, because it may be evicted at any time. Of a model with recurrent
-state, the snapshots at the end of a prompt and of an answer are saved too. A **load** copies saved blocks, which
-continue a prefix in the cache, to free blocks of the cache, and a snapshot if one is needed. Until it ends, its
-blocks are promised like those that a running sequence computes: sequences that need them wait, without a slot,
-and then find them in the cache. A block that cannot be read is computed like any other.
+Every full block is saved when it is published, because it may be evicted at any time. If a model has
+recurrent state, the snapshots at the end of a prompt and of an answer are saved too. A **load** copies saved
+blocks, which continue a prefix in the cache, to free blocks of the cache, and a snapshot if one is needed.
+Until it ends, its blocks are promised like those that a running sequence computes: sequences that need them
+wait, without a slot, and then find them in the cache. A block that cannot be read is computed like any other.
 
 The core only decides what is saved and loaded. `StoreCommands` are carried out by a `BlockStore`
 (`core/ports.py`), whose results come back as a `StoreUpdate` in `IterationInput`, so that a replay makes the same

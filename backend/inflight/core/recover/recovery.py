@@ -230,7 +230,8 @@ class Recovery:
             self._waiting.add_in_front(llm_request)
 
     def review(self, groups: Mapping[int, RequestGroup]) -> None:
-        """Clear the requests being retried, once each that could run is beyond the token at which it failed.
+        """Clear the requests being retried, once all that could run have passed the token at which they
+        failed.
 
         Requests for which there were no slots or blocks are retried next.
         """

@@ -31,7 +31,7 @@ class Reports:
         iterations: Statistics of iterations.
         requests: Statistics of every request, by iteration.
         kv_events: Changes to the content of KV blocks.
-        metrics: The present statistics and metrics; None if the loop does not tell them in time.
+        metrics: The present statistics and metrics; None if the loop does not report them in time.
         memory: Current memory of the engine's process; only set with `iterations` and `metrics`.
     """
 

@@ -282,7 +282,7 @@ class Introspection:
 
 
 _MAX_LOOKED_UP = 32
-_BEHIND_SIBLING = "is behind its request's first sequence, which computes the prompt for all"
+_BEHIND_SIBLING = "waits for its request's first sequence, which computes the prompt for all"
 
 
 def _why_held(group: RequestGroup) -> str:

@@ -9,7 +9,7 @@ _FIRST_LENGTH = 2
 """Number of tokens of the first draft."""
 
 _REMEMBERED = 8
-"""Number of draft tokens after which the share of accepted ones has changed to theirs."""
+"""Number of draft tokens over which the share of accepted ones is averaged."""
 
 _LARGEST_LOSS = 2.5
 """The drafts of a sequence end for good when they have cost as much more time than they saved as this many tokens

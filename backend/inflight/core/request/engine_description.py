@@ -34,7 +34,7 @@ class ModelLimits:
         max_beam_width: Maximum beam width.
         max_draft_length: Maximum number of draft tokens verified at a time.
         max_context_tokens: Maximum number of prompt and draft tokens together if contexts are not chunked;
-            otherwise a number so large that it is no limit.
+            otherwise a number so large that it is not a limit.
         logits_post_processors: Names that a request may give as its logits post-processor.
         additional_outputs: The outputs besides tokens and logits that a request may ask for.
         hidden_size: Row width of prompt tables; 0: the engine does not support prompt tables.
@@ -65,7 +65,7 @@ class ModelLimits:
     max_sequences_per_request: int = MAX_RETURN_SEQUENCES
 
     def fits(self, prompt_length: int, num_new: int, beam_width: int = 1) -> bool:
-        """Return whether so many tokens can be generated after a prompt."""
+        """Return whether this many tokens can be generated after a prompt."""
         return (
             prompt_length <= self.max_input_length
             and prompt_length + num_new <= self.max_sequence_length

@@ -70,7 +70,7 @@ class Guide:
             begin: The text that opens reasoning; "": the text begins with reasoning.
             end: The text that ends it.
             max_tokens: Largest number of tokens of the reasoning.
-            answer: The guide of the text behind the reasoning, which then needs `begin` to be "".
+            answer: The guide of the text after the reasoning, which then needs `begin` to be "".
         """
         asked = {"reasoning": {"begin": begin, "end": end, "max_tokens": max_tokens}}
         more = {} if answer is None else {"guide": {"type": answer.type.value, "guide": answer.text}}

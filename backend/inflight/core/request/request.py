@@ -426,12 +426,13 @@ class Request:
                 Name("prompt_embedding_table"),
                 ", which ",
                 Name("input_ids"),
-                " has, are no tokens of the vocabulary and have no probability: leave one of the two out",
+                " has, are not tokens of the vocabulary and have no probability: leave one of the two out",
             )
         self._validate_spans(limits)
 
     def _validate_spans(self, limits: ModelLimits) -> None:
-        """Check that one iteration can hold each picture, and beside the last one the draft that may follow it."""
+        """Check that one iteration can hold each picture, and the last one together with the draft that may
+        follow it."""
         longest = max((end - begin for begin, end in self.spans(limits)), default=0)
         if longest and longest + self.draft_length > limits.max_span_length:
             beside = f" and a draft of {self.draft_length}" if self.draft_length else ""

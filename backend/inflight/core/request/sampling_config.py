@@ -122,7 +122,7 @@ class SamplingConfig:
         on_command_line=True,
         setting=Setting(
             _CHOICE,
-            "Tokens whose logits are more than so many standard deviations below the highest are left out.",
+            "Tokens whose logits are more than this many standard deviations below the highest are left out.",
         ),
     )
     top_k: int = _declare(
@@ -139,7 +139,7 @@ class SamplingConfig:
         ),
         executor=ExecutorField(_at_least(0), "0 by default: all; greedy if top_p and min_p are unset too"),
         on_command_line=True,
-        setting=Setting(_CHOICE, "The choice is among so many of the likeliest tokens.", usual="all"),
+        setting=Setting(_CHOICE, "The choice is among this many of the likeliest tokens.", usual="all"),
     )
     top_p: float = _declare(
         0.0,
@@ -353,7 +353,7 @@ class SamplingConfig:
         0,
         "INT32",
         _at_least(0),
-        "a search with enough finished beams ends at once (1), if no other is better (0), if none can be (else)",
+        "with enough finished beams: end at once (1), if no running beam is better (0), if none can be (else)",
         example=2,
         other_dtypes=("BOOL",),
         body=BodyField(is_number=False),

@@ -105,8 +105,8 @@ class WaitingQueue:
         self._enter(llm_request.request.client_id)
 
     def add(self, llm_request: LlmRequest, was_held: bool = False) -> None:
-        """Queue a new request's first sequence behind its client's others; `was_held`: whether `hold` has counted
-        it."""
+        """Queue a new request's first sequence after its client's others; `was_held`: whether `hold` has
+        counted it."""
         client = llm_request.request.client_id
         account = self._clients[client] if was_held else self._enter(client)
         if not account.num_queued:
@@ -114,7 +114,7 @@ class WaitingQueue:
         self._add_new(llm_request, account)
 
     def _add_new(self, llm_request: LlmRequest, account: _Client, is_first: bool = False) -> None:
-        """Queue a sequence that never ran behind its client's others, or, if `is_first`, before them."""
+        """Queue a sequence that never ran after its client's others, or before them if `is_first`."""
         request = llm_request.request
         client, level = request.client_id, self._level(request.priority)
         account.num_queued += 1

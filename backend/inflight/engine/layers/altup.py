@@ -72,7 +72,7 @@ class ResidualStreams:
         return torch.cat((first, _scaled_like(projected, first)), dim=1).mean(dim=1)
 
     def _predict(self) -> None:
-        """Make every stream a mixture of all, before the next layer, if there is one."""
+        """Replace each stream by a mixture of all streams, before the next layer, if there is one."""
         if self._index == len(self._layers):
             return
         weights, count = self._layers[self._index], self._config.num_streams

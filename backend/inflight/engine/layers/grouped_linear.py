@@ -1,9 +1,10 @@
 """Linear layers whose weights stay on the device as quantized in the checkpoint, for torch's operators.
 
-4-bit and 8-bit weights keep their bits. Float8 weights with a scale per row or per matrix are multiplied as float8
-by a GPU that supports it for their shape (`quantized_linear.py`). All other weights are unpacked inside a kernel
-in Triton's language, and activations are not quantized. The kernel is tried once per shape of matrix when the
-model is loaded; if its results are wrong on the device, torch's operators unpack the matrix for every product.
+4-bit and 8-bit weights stay in 4 and 8 bits. Float8 weights with a scale per row or per matrix are multiplied
+as float8 by a GPU that supports it for their shape (`quantized_linear.py`). All other weights are unpacked
+inside a kernel in Triton's language, and activations are not quantized. The kernel is tried once per shape of
+matrix when the model is loaded; if its results are wrong on the device, torch's operators unpack the matrix
+for every product.
 
 Created on the loading thread; the layers are called on the loop thread.
 """

@@ -34,7 +34,7 @@ def find_operations(
     device: torch.device,
     quantization: KvQuantization | None = None,
 ) -> LayerOperations:
-    """Return the operations of a model's layers, by kernels where these are correct.
+    """Return the operations of a model's layers; kernels compute those for which their results are correct.
 
     Args:
         decoder: The decoder, as this rank computes it.

@@ -117,7 +117,7 @@ def build_engine(
         _remove_engine(folder)
         raise
     sidecars = [replace(sidecar, copied=copied) for sidecar in sidecars]
-    for sidecar in reversed(sidecars):  # rank 0's last: without rank 0's sidecar, the folder is no engine
+    for sidecar in reversed(sidecars):  # rank 0's last: without rank 0's sidecar, the folder is not an engine
         sidecar.write(folder)
     return sidecars
 

@@ -298,7 +298,7 @@ def _part_values(writer: SchemaWriter, first: _Option, second: _Option, kind: st
 
 
 def _part_arrays(writer: SchemaWriter, first: _Option, second: _Option, kind: str) -> bool:
-    """Keep two alternatives of arrays apart if their items have no type in common; return whether they have none.
+    """Make two alternatives of arrays disjoint if their items have no common type; return whether that is so.
 
     Only the empty array would then fit both, so both are limited to arrays with items.
     """

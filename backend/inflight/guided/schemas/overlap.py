@@ -30,7 +30,7 @@ _INFINITE = float("inf")
 
 @dataclass(slots=True)
 class Facts:
-    """Facts that hold for every value that is valid by some schemas together.
+    """Facts about every value that is valid by all of some schemas.
 
     Attributes:
         types: The possible types.
@@ -151,7 +151,7 @@ class Overlaps:
         self._known: dict[tuple[tuple[int, str], ...], tuple[tuple[Node, ...], Facts]] = {}
 
     def facts(self, nodes: Sequence[Node]) -> Facts:
-        """Return facts that hold for a value that is valid by all of these schemas."""
+        """Return facts about every value that is valid by all of these schemas."""
         key = tuple((id(node.value), node.path) for node in nodes)
         if key not in self._known:
             facts = Facts()

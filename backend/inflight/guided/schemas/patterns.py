@@ -81,7 +81,7 @@ def _end_of_group(pattern: str, begin: int) -> int:
             if not depth:
                 return place
         place += 1
-    raise UnreadablePattern("is no regular expression: a bracket is not closed")
+    raise UnreadablePattern("is not a regular expression: a bracket is not closed")
 
 
 def _has_alternatives(pattern: str) -> bool:
@@ -174,10 +174,10 @@ def _check_syntax(pattern: str) -> None:
             warnings.simplefilter("ignore")  # Python warns of nested sets
             re.compile(named)
     except OverflowError as error:
-        raise UnreadablePattern(f"is no regular expression: {error}") from None
+        raise UnreadablePattern(f"is not a regular expression: {error}") from None
     except re.error as error:
         if not re.search(r"\\[pPcuA-Z]|\[\^?\]|-\\?[\w.]|\\[dws]-", pattern):
-            raise UnreadablePattern(f"is no regular expression: {error}") from None
+            raise UnreadablePattern(f"is not a regular expression: {error}") from None
 
 
 def _closes(pattern: str, place: int) -> bool:

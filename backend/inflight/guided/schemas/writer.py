@@ -63,7 +63,7 @@ def followed_schema(text: str, path: str = "#", is_watched: bool = False) -> str
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"it has {name}, which is no JSON")
+    raise ValueError(f"it has {name}, which is not JSON")
 
 
 class Writer(SchemaWriter):
@@ -307,7 +307,7 @@ class Writer(SchemaWriter):
         return list(distinct.values())
 
     def _has_formats(self, value: Any, formats: list[str]) -> bool:
-        """Return whether a value certainly has these formats. A value that is no text has every format."""
+        """Return whether a value certainly has these formats. A value that is not a string has every format."""
         return not isinstance(value, str) or all(self.overlaps.matches(FORMATS[f], value) for f in formats)
 
 

@@ -461,7 +461,7 @@ def _read_altup(config: ConfigFile) -> AltUpConfig:
 
 # Older names of keys, which transformers does not read.
 _NEUTRAL: NeutralKeys = {"hidden_act": ANY, "sliding_window_size": ANY}
-# Keys of training, and one that transformers does not read: queries are not scaled.
+# Keys that only matter for training, and one that transformers does not read, because queries are not scaled.
 _NEUTRAL3N: NeutralKeys = {
     **_NEUTRAL,
     "altup_coef_clip": ANY,

@@ -169,7 +169,7 @@ class BatchFolder:
         return [each for each in self._files.values() if each.owner == owner]
 
     def find(self, owner: str, file_id: str) -> FileRecord | None:
-        """Return a file; None if this owner has none of this id."""
+        """Return a file; None if no such id belongs to this owner."""
         found = self._files.get(file_id)
         return found if found is not None and found.owner == owner else None
 

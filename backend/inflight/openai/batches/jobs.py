@@ -97,7 +97,7 @@ class BatchJobs:
         return batch
 
     def find(self, owner: str, batch_id: str) -> BatchRecord | None:
-        """Return a batch; None if this owner has none of this id."""
+        """Return a batch; None if no such id belongs to this owner."""
         found = self._batches.get(batch_id)
         return found if found is not None and found.owner == owner else None
 

@@ -141,7 +141,7 @@ class _OfflineBatch:
         return answer
 
     def _retry(self, answer: BatchAnswer) -> None:
-        if not self._is_away and answer.status != 429:  # a full queue is nothing to be told of
+        if not self._is_away and answer.status != 429:  # a full queue is normal and is not reported
             self._is_away = True
             self._progress.write(f"batch: requests are sent again until the server answers: {answer.message}")
 

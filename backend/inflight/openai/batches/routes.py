@@ -187,7 +187,7 @@ def _find_batch(request: Request, batch_id: str) -> BatchRecord:
 
 
 def _upload_of(form: FormData) -> UploadFile:
-    """Return the uploaded file; raise ApiError for a form that is no upload of a batch's requests."""
+    """Return the uploaded file; raise ApiError for a form that is not an upload of a batch's requests."""
     for field in form:
         if field not in ("purpose", "file"):
             message = f"unknown field {field[:100]}: expected purpose and file"

@@ -22,8 +22,8 @@ _NOT_SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
         "this server edits no conversation: send the messages that are to be read",
     ),
     "diagnostics": ((), "this server keeps no prompts to compare with"),
-    "inference_geo": (("global", "not_available"), "this server is where it is"),
-    "mcp_servers": (([],), "this server calls no others: send tools, and call them yourself"),
+    "inference_geo": (("global", "not_available"), "this server cannot move a request to another region"),
+    "mcp_servers": (([],), "this server calls no other servers: send tools, and call them yourself"),
     "output_format": ((), "Anthropic has moved it: send output_config.format"),
     "speed": (("standard",), "there is one speed"),
 }

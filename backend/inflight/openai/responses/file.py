@@ -31,7 +31,7 @@ class ResponseFile:
         path: The file, which is created if it is missing.
 
     Raises:
-        ConfigError: The file cannot be used, is no such database, or another server uses it.
+        ConfigError: The file cannot be used, is not such a database, or another server uses it.
     """
 
     def __init__(self, path: Path) -> None:

@@ -42,7 +42,8 @@ class KeptResponses:
     Args:
         max_number: Largest number of responses.
         max_bytes: Largest size of all responses in bytes.
-        file: File that has the responses of an earlier process, and gets those that have ended; None: none.
+        file: File with the responses of earlier processes, to which ended responses are written; None: there
+        is none.
     """
 
     def __init__(self, max_number: int, max_bytes: int, file: ResponseFile | None = None) -> None:
@@ -76,11 +77,11 @@ class KeptResponses:
             self._put((owner, response_id), ended)
 
     def get(self, owner: bytes, response_id: str) -> KeptResponse | None:
-        """Return a response; None if this owner has none of this id."""
+        """Return a response; None if no such id belongs to this owner."""
         return self._kept.get((owner, response_id))
 
     def delete(self, owner: bytes, response_id: str) -> KeptResponse | None:
-        """Remove a response and return it; None if this owner has none of this id."""
+        """Remove a response and return it; None if no such id belongs to this owner."""
         old = self._kept.pop((owner, response_id), None)
         if old is not None:
             self.num_bytes -= old.num_bytes

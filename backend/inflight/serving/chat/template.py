@@ -191,7 +191,7 @@ def _compile(source: str, name: str, origin: str, special_tokens: Mapping[str, s
         compiled, names, constants = compile_template(source), names_in(source), constants_in(source)
     except (jinja2.TemplateError, RecursionError) as error:
         line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-        raise ConfigError(f"the chat template {name} of {origin} is no template{line}: {error}") from error
+        raise ConfigError(f"the chat template {name} of {origin} is not a template{line}: {error}") from error
     trial = Trial(compiled, special_tokens, next((each for each in TOOLS_NAMES if each in names), ""))
     form = find_form(trial)
     roles = {role: find_treatment(trial, form, role) for role in USUAL_ROLES}

@@ -1,8 +1,8 @@
 """Parsing of tool calls in a model's text while it streams.
 
-Finds where calls begin and end by the description of a format, and gives them ids. Text that turns out to be
-no call is content. Neither the names of tools nor arguments are checked. There is one ToolCallStream for each
-text; it is used by one thread at a time.
+Finds where calls begin and end by the description of a format, and gives them ids. Text that turns out not to
+be a call is content. Neither the names of tools nor arguments are checked. There is one ToolCallStream for
+each text; it is used by one thread at a time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ToolCallStream:
 
     A call is reported as soon as its name is known and its arguments begin; after that it is never taken
     back. Calls in Python's syntax and with bare keys are reported when they are complete. Before that the
-    text is held back, and becomes content if it is no call. White space around a call is dropped. A text
+    text is held back, and becomes content if it is not a call. White space around a call is dropped. A text
     without calls is returned unchanged as content. The joined deltas do not depend on how the text is divided
     into pieces, except for the random ids.
 
@@ -124,7 +124,7 @@ class ToolCallStream:
     # Parser states. Each method parses from its state, and returns whether the next state can run at once.
 
     def _at_beginning(self) -> bool:
-        """Parse the beginning of the text, before any character that is not white space."""
+        """Parse the beginning of a text that has had only white space so far."""
         if not self._skip_space():
             return False
         form = self._form

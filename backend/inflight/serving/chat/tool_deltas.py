@@ -1,4 +1,4 @@
-"""The parts of content and tool calls that pieces of a model's text add. Immutable; any thread."""
+"""What each piece of a model's text adds to content and tool calls. Immutable; any thread."""
 
 from __future__ import annotations
 

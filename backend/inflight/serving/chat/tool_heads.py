@@ -75,7 +75,7 @@ class Heads:
         return self.cut_head.match(text) is not None
 
     def whole_call(self, text: str) -> tuple[str, dict[str, Any]] | None:
-        """Return name and arguments of a call that is a complete JSON object; None if it is no call."""
+        """Return name and arguments of a call that is a complete JSON object; None if it is not a call."""
         call = read_json(text)
         values = cast(dict[str, Any], call) if isinstance(call, dict) else {}
         name, arguments = values.get(self.form.name_key), values.get("arguments", values.get("parameters"))
@@ -112,7 +112,7 @@ class Heads:
         """Return the name that a text begins with, and the length of the text up to the arguments.
 
         Returns:
-            None if the text is no name with arguments, or not yet.
+            None if the text is not a name with arguments, or not yet.
         """
         name, rest = self._split(text)
         end = self.form.name_end.strip()
@@ -122,7 +122,7 @@ class Heads:
         return (name, len(text) - len(rest)) if rest.startswith(self._openers) else None
 
     def may_be_outer_name(self, text: str) -> bool:
-        """Return whether a text that is no name with arguments may become one."""
+        """Return whether a text that is not yet a name with arguments may become one."""
         name, rest = self._split(text)
         end = self.form.name_end.strip()
         if not name:

@@ -1,4 +1,5 @@
-"""Adapters for the simulated server: the real cache and commands, with a slow reader that fails by the seed."""
+"""Adapters for the simulated server: the real cache and commands, with a slow reader that fails when the seed
+says so."""
 
 from __future__ import annotations
 

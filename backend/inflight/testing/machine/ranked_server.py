@@ -1,7 +1,8 @@
 """A whole server whose engine has several ranks: lockstep, heartbeats and the detection of lost ranks.
 
 Every rank is a process with the real loop, scheduler, lockstep and heartbeat, and a fake engine that computes the
-same tokens on all ranks. Of MPI there is a broadcast that waits for ever for a rank that is gone, as MPI's does.
+same tokens on all ranks. MPI is replaced by a broadcast that, like MPI's, waits forever for a rank that has
+ended.
 """
 
 # pyright: reportPrivateUsage=false
@@ -166,7 +167,7 @@ class RankedServer(WholeServer):
         self._replace_lost_ranks(_ENDED_S)
 
     def _stop_engine(self) -> None:
-        """Stop a rank; if the others take it for lost, they end, and so does it when it resumes."""
+        """Stop a rank; if the others consider it lost, they end, and it ends too when it resumes."""
         self.machine.sleep(_TIMEOUT_S / 4)  # a rank that never sent a heartbeat is not missed
         seconds = self._stop_process(self.rng.choice(self._ranks))
         if seconds > 2 * _TIMEOUT_S or not all(each.is_alive for each in self._ranks):

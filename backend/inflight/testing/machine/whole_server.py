@@ -57,7 +57,7 @@ class WholeServer(SimulatedRun):
 
     Args:
         seed: Chooses the requests, the settings, the faults, and the order of all threads.
-        most_faults: Only the first so many faults are caused; None: all.
+        most_faults: Only this many faults, the first ones, are caused; None: all.
     """
 
     _has_failing_devices = True

@@ -20,7 +20,7 @@ from inflight.testing.fake_engine import FakeLogits
 from .scenario import Scenario
 
 PLANNED_FAILURE = StepFailed("planned")
-NO_USE = Unavailable("the device is no use")
+NO_USE = Unavailable("the device is lost")
 FAILED_ROW = StepFailed("the row")
 
 

@@ -1,4 +1,5 @@
-"""Check that each request ended once, for a reason that it had, and with the tokens that it gets alone."""
+"""Check that each request ended once, for a valid reason, and with the tokens that it gets when it runs
+alone."""
 
 from __future__ import annotations
 
@@ -137,7 +138,7 @@ def _check_search_cut_short(
     if final.cum_log_probs is not None:
         # A beam that ends with an end id keeps its tokens, and its sum includes the end id's log probability.
         same = [step for step in same if _have_sums(step, final.cum_log_probs)]
-    assert same, "the search was cut short with beams that none of its steps has"
+    assert same, "the search was cut short with beams that do not occur in any of its steps"
     compare_outputs(request, final, same[0], vocab_size)
 
 

@@ -264,8 +264,8 @@ class QueueOracle:
         first = [r for r in undelayed if not any(self._precedes(other, r) for other in undelayed)]
         if not first or not all(self._fits(r, claimed_blocks, is_closed) for r in first):
             return
-        # A request that lacks slots is not checked for other delays. With LPM, one that lacks blocks is in the way
-        # too, if it is not certain that its adapter delays it.
+        # A request that lacks slots is not checked for other delays. With LPM, a request that lacks blocks
+        # keeps others waiting too, unless it is certain that its adapter delays it.
         free_slots = self._free_slots()
         lacking = [
             r

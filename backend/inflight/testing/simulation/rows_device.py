@@ -1,7 +1,7 @@
 """A device with linear caches: attention reads a slot's row, which is filled from blocks.
 
 It makes exactly the copies that `RowResidency` requests. It fails an assertion if a row's content differs from
-its blocks, or if values of an earlier sequence are left behind a sequence's end.
+its blocks, or if values of an earlier sequence are left after a sequence's end.
 """
 
 from __future__ import annotations

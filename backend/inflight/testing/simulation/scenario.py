@@ -38,7 +38,7 @@ class Breakdowns:
         transient: Iterations whose batch fails regardless of its rows.
         unusable: Iterations in which the device reports itself as unusable.
         faulty: By request id, the first position whose row makes a batch fail.
-        failing_rows: By request id, a number of generated tokens. Once it has generated so many, the device
+        failing_rows: By request id, a number of generated tokens. Once it has generated this many, the device
             reports failures of its rows; other rows of the batch succeed.
     """
 

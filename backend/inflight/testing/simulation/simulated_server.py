@@ -262,4 +262,4 @@ def _failures_kept(flight: BatchInFlight) -> Generator[None, None, None]:
     except (AssertionError, KeyError, IndexError) as error:
         if not (flight.is_spoiled or flight.planned_error):
             raise
-        flight.outcome = flight.planned_error or StepFailed(f"behind a failed iteration: {error!r}")
+        flight.outcome = flight.planned_error or StepFailed(f"after a failed iteration: {error!r}")

@@ -1,6 +1,6 @@
 """A server that saves its KV blocks in a store, is restarted, and loads them: scheduler, fake device, fake store.
 
-The store takes its time, loses blocks, and ends loads early, all by the seed. Every request must get the result
+The store is slow, loses blocks, and ends loads early, as the seed decides. Every request must get the result
 that it gets alone, no block may be lost, and a block must never be loaded into memory that a sequence uses. The
 scenarios are those of `simulated_server`, whose oracles are not used, as they do not know loads.
 """

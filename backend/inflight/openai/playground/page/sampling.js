@@ -14,13 +14,13 @@ const SAMPLING_GROUPS = [
         "field": "top_n_sigma",
         "label": "Top n sigma",
         "usual": "0",
-        "hint": "Tokens whose logits are more than so many standard deviations below the highest are left out."
+        "hint": "Tokens whose logits are more than this many standard deviations below the highest are left out."
       },
       {
         "field": "top_k",
         "label": "Top k",
         "usual": "all",
-        "hint": "The choice is among so many of the likeliest tokens."
+        "hint": "The choice is among this many of the likeliest tokens."
       },
       {
         "field": "top_p",
