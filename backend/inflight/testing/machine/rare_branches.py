@@ -19,7 +19,7 @@ _CONSTANTS: dict[str, dict[str, tuple[float, ...]]] = {
     "core.schedule.admission": {"_MAX_PASSED_OVER": (1, 2)},
     "core.schedule.batch_builder": {"_FEW_SEQUENCES": (1, 1000)},
     "core.schedule.waiting_queue": {"_MAX_ABSENT": (1,), "_MAX_COMPARED": (1, 2), "_MAX_FOLLOWED": (1,)},
-    "core.request.suffix_decoding": {"MAX_PLACES": (1,)},
+    "core.request.suffix_decoding": {"MAX_PLACES": (1,), "MAX_READ": (1, 5)},
     "block_store.store": {"_MAX_QUEUED_BYTES": (1, 100), "_MIN_BLOCKS": (1,), "_MIN_CONTEXT_TOKENS": (1,)},
     "adapters.cache": {"_MAX_PROBLEMS": (0, 1)},
 }
