@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from inflight.core.request.draft_length import DraftLength
 
 MIN_MATCH, MAX_MATCH = 2, 16
-"""Occurrences of fewer tokens are not used; those that agree in at least MAX_MATCH tokens count as equally long."""
+"""Occurrences of fewer tokens are not used; those that agree in MAX_MATCH tokens or more count as equally long."""
 
 MAX_PLACES = 16
 """Number of the latest of equally long occurrences that are counted, in the sequence and in other answers."""
