@@ -21,7 +21,6 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from inflight.arguments import nearest
 from inflight.core.request.sampling_config import CONTROLS
 from inflight.errors import (
     BadAdapter,
@@ -34,6 +33,7 @@ from inflight.errors import (
     Unsupported,
     unexpected,
 )
+from inflight.near_words import nearest
 from inflight.openai.messages.error_format import in_anthropics_format, is_of_messages
 
 _log = logging.getLogger(__name__)
