@@ -19,18 +19,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 
-from benchmarks.measuring.options import (
-    Options,
-    add_options,
-    engine_settings,
-    new_parser,
-    not_negative,
-    positive,
-)
+from benchmarks.measuring.options import Options, add_options, engine_settings, new_parser
 from benchmarks.measuring.report import Timeline
 from benchmarks.measuring.setup import Versions, cpu_name
 from benchmarks.measuring.workload import BenchRequest, draw, warm_up
 from benchmarks.offline import InProcess
+from inflight.arguments import positive, whole
 from inflight.errors import InflightError
 from inflight.models import read_model_description
 from inflight.processors import Processors
@@ -148,7 +142,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--spin-us",
-        type=not_negative,
+        type=whole,
         nargs="+",
         default=[0, 50, 100_000],
         help="microseconds that a thread spins at a barrier before it sleeps; 0: it sleeps at once "

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from benchmarks.measuring.options import new_parser
 from benchmarks.measuring.real_server import GrowingTrace, open_streams
+from inflight.arguments import positive, whole
 from inflight.batch_manager.recording import Begin
 from inflight.server.launch import TritonServer
 from inflight.testing.fake_server import serve_fake
@@ -73,9 +74,9 @@ def _rows(
 
 def main() -> None:
     parser = new_parser("cancel", __doc__)
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64, 256])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--step-us", type=int, default=5000, help="time of the fake engine's iteration")
+    parser.add_argument("--streams", type=positive, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--step-us", type=whole, default=5000, help="time of the fake engine's iteration")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace"

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from benchmarks.long_context import Loop, add_engine_options, load_engine, random_tokens
 from benchmarks.measuring.options import new_parser
+from inflight.arguments import positive
 from inflight.config import ChunkingPolicy, SchedulingConfig
 from inflight.core.request.request import Request
 from inflight.engine.engine import ModelEngine
@@ -141,10 +142,12 @@ def _ms(seconds: float) -> float:
 def main() -> None:
     parser = new_parser("chunked", __doc__)
     add_engine_options(parser)
-    parser.add_argument("--streams", type=int, default=8, help="streams that run when the prompt arrives")
-    parser.add_argument("--prompt", type=int, default=2000, help="tokens of the prompt")
-    parser.add_argument("--chunk", type=int, default=256, help="max_num_tokens with chunked context")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--streams", type=positive, default=8, help="streams that run when the prompt arrives"
+    )
+    parser.add_argument("--prompt", type=positive, default=2000, help="tokens of the prompt")
+    parser.add_argument("--chunk", type=positive, default=256, help="max_num_tokens with chunked context")
+    parser.add_argument("--rounds", type=positive, default=5)
     options = parser.parse_args()
     count, prompt = options.streams, options.prompt
     rows = []

@@ -34,9 +34,10 @@ from benchmarks.comparing.sides import (
     run,
 )
 from benchmarks.measuring.bandwidth import read_gb_per_s
-from benchmarks.measuring.options import kv_cache_tokens, new_parser, positive
+from benchmarks.measuring.options import kv_cache_tokens, new_parser
 from benchmarks.measuring.setup import ModelShape, cpu_name
 from benchmarks.measuring.workload import BenchRequest, WorkloadName, draw
+from inflight.arguments import positive
 from inflight.errors import InflightError
 from inflight.hub import find_checkpoint
 from inflight.models import read_model_description
@@ -99,8 +100,10 @@ class _InOrder(argparse.Action):
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = new_parser("compare", __doc__, allow_abbrev=False)
-    parser.add_argument("--model", type=Path, required=True, help="checkpoint folder or GGUF file")
+    parser = new_parser("compare", __doc__)
+    parser.add_argument(
+        "--model", type=Path, required=True, metavar="DIR", help="checkpoint folder or GGUF file"
+    )
     of_a_peer = {"action": _InOrder, "dest": "peer_options", "default": []}
     parser.add_argument(
         "--peer", choices=PEER_NAMES, help="system to compare with; may be repeated", **of_a_peer

@@ -6,12 +6,13 @@ Statistics are counted, but not written as JSON. Each kind of request is measure
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
 from collections.abc import Callable
 
+from benchmarks.measuring.options import new_parser
+from inflight.arguments import positive
 from inflight.config import SchedulingConfig
 from inflight.core.request.beam_search import BeamCandidates
 from inflight.core.request.request import IterationInput, Request
@@ -103,10 +104,10 @@ def admission_ms(num_requests: int, prompt: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=256, help="requests that run at a time")
-    parser.add_argument("--prompt", type=int, default=2000, help="initial tokens of each sequence")
-    parser.add_argument("--iterations", type=int, default=300)
+    parser = new_parser("core", __doc__)
+    parser.add_argument("--requests", type=positive, default=256, help="requests that run at a time")
+    parser.add_argument("--prompt", type=positive, default=2000, help="initial tokens of each sequence")
+    parser.add_argument("--iterations", type=positive, default=300)
     options = parser.parse_args()
     kinds: tuple[tuple[str, MakeRequest, int], ...] = (
         ("greedy", _plain, 1),

@@ -5,11 +5,12 @@ All rows sample greedily, then with a temperature, then also with a top_p, and t
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
 
+from benchmarks.measuring.options import new_parser
+from inflight.arguments import positive
 from inflight.config import EngineConfig, SchedulingConfig
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.sampling_config import SamplingConfig
@@ -52,14 +53,14 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True, help="checkpoint folder")
+    parser = new_parser("decode_share", __doc__)
+    parser.add_argument("--model", required=True, metavar="DIR", help="checkpoint folder")
     parser.add_argument(
         "--dtype", default=None, help="float32, bfloat16 or float16; default: the checkpoint's"
     )
-    parser.add_argument("--rows", type=int, default=32)
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
-    parser.add_argument("--iterations", type=int, default=30)
+    parser.add_argument("--rows", type=positive, default=32)
+    parser.add_argument("--prompt", type=positive, default=128, help="tokens of each prompt")
+    parser.add_argument("--iterations", type=positive, default=30)
     options = parser.parse_args()
     engine = load_engine(
         EngineConfig(

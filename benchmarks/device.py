@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from benchmarks.measuring.options import new_parser
+from inflight.arguments import positive
 from inflight.config import EngineConfig
 from inflight.core.request.request import Request
 from inflight.core.schedule.batch import ContextChunk, ScheduledBatch, SlotStart
@@ -218,15 +219,15 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, object]]:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument(
-        "--rows", type=int, nargs="+", default=[1, 32, 256], help="numbers of sequences in a batch"
+        "--rows", type=positive, nargs="+", default=[1, 32, 256], help="numbers of sequences in a batch"
     )
     parser.add_argument(
-        "--context", type=int, default=512, help="tokens of each sequence before the first iteration"
+        "--context", type=positive, default=512, help="tokens of each sequence before the first iteration"
     )
-    parser.add_argument("--iterations", type=int, default=64)
-    parser.add_argument("--tokens-per-block", type=int, default=32)
+    parser.add_argument("--iterations", type=positive, default=64)
+    parser.add_argument("--tokens-per-block", type=positive, default=32)
     parser.add_argument(
-        "--copy-mib", type=int, default=1024, help="size of the copy that measures the bandwidth"
+        "--copy-mib", type=positive, default=1024, help="size of the copy that measures the bandwidth"
     )
     parser.add_argument("--without-graphs", action="store_true", help="do not use CUDA graphs")
     parser.add_argument("--without-transformers", action="store_true")

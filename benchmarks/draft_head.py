@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.measuring.drafts import DraftedRun
 from benchmarks.measuring.options import new_parser
+from inflight.arguments import positive
 from inflight.config import EngineConfig, SchedulingConfig, Speculation
 from inflight.core.request.request import IterationInput, OutputOptions, Request
 from inflight.core.request.response import SequenceResult
@@ -112,17 +113,17 @@ def measure(
 
 def _read_arguments() -> argparse.Namespace:
     parser = new_parser("draft_head", __doc__)
-    parser.add_argument("--draft-model", required=True, help="folder of the EAGLE-3 head")
+    parser.add_argument("--draft-model", required=True, metavar="DIR", help="folder of the EAGLE-3 head")
     parser.add_argument("--model", default=str(_DEMO_MODEL), help="checkpoint folder with a tokenizer")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default=None)
     parser.add_argument("--kernels", default=None, help="implementation of the model's layers")
-    parser.add_argument("--threads", type=int, default=None, help="threads of the forward pass")
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16], help="requests at once")
-    parser.add_argument("--tokens", type=int, default=128, help="new tokens of each request")
-    parser.add_argument("--draft", type=int, default=3, help="most tokens of a draft")
+    parser.add_argument("--threads", type=positive, default=None, help="threads of the forward pass")
+    parser.add_argument("--streams", type=positive, nargs="+", default=[1, 4, 16], help="requests at once")
+    parser.add_argument("--tokens", type=positive, default=128, help="new tokens of each request")
+    parser.add_argument("--draft", type=positive, default=3, help="most tokens of a draft")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument(
         "--ignore-cost", action="store_true", help="draft even where the head cannot save time"
     )

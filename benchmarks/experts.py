@@ -21,9 +21,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.measuring.bandwidth import Probe
-from benchmarks.measuring.options import new_parser, positive
+from benchmarks.measuring.options import new_parser
 from benchmarks.measuring.report import Bandwidth, medians
 from benchmarks.measuring.setup import ModelShape
+from inflight.arguments import positive
 from inflight.config import EngineConfig, SchedulingConfig
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.scheduler import Scheduler

@@ -20,9 +20,9 @@ from pathlib import Path
 from benchmarks.load_testing import comparison
 from benchmarks.load_testing.environment import require_program
 from benchmarks.load_testing.exports import read_genai_perf
-from benchmarks.measuring.options import positive
 from benchmarks.measuring.report import Timeline
 from benchmarks.measuring.workload import BenchRequest, draw
+from inflight.arguments import positive
 from inflight.errors import InflightError
 from inflight.server.errors import ServeError
 from inflight.server.launch import TritonServer

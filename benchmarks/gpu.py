@@ -37,11 +37,12 @@ from benchmarks.device import (
     iteration_seconds,
     time_of,
 )
-from benchmarks.measuring.options import kv_cache_tokens, new_parser, positive
+from benchmarks.measuring.options import kv_cache_tokens, new_parser
 from benchmarks.measuring.report import Percentiles, Timeline
 from benchmarks.measuring.workload import BenchRequest
 from benchmarks.offline import InProcess
 from benchmarks.serve import ServedEngine
+from inflight.arguments import positive, whole
 from inflight.config import EngineConfig
 from inflight.engine.engine import ModelEngine
 from inflight.engine.kv_cache import block_bytes
@@ -427,7 +428,7 @@ def _parser():
     add("--context", type=positive, default=512, help="tokens of each row before the first iteration")
     add("--iterations", type=positive, default=32)
     add("--prompts", type=positive, nargs="+", default=[32, 512, 2048, 8192], help="lengths of prompts")
-    add("--long-context", type=int, default=32_768, help="tokens of the long context; 0: none")
+    add("--long-context", type=whole, default=32_768, help="tokens of the long context; 0: none")
     add("--requests", type=positive, default=512, help="requests of load L")
     add(
         "--streams",

@@ -24,7 +24,8 @@ import numpy as np
 import torch
 
 from benchmarks.device import Workload, iteration_seconds
-from benchmarks.measuring.options import new_parser, positive
+from benchmarks.measuring.options import new_parser
+from inflight.arguments import positive, whole
 from inflight.batch_manager import GptManager
 from inflight.config import EngineConfig, SchedulingConfig
 from inflight.core.request.guide import Guide, GuideKind
@@ -219,7 +220,7 @@ def _described(gaps: list[float]) -> dict[str, float]:
 def main() -> None:
     parser = new_parser("guided", __doc__)
     parser.add_argument("--rows", type=positive, default=64)
-    parser.add_argument("--vocab", type=int, default=128_000)
+    parser.add_argument("--vocab", type=positive, default=128_000)
     parser.add_argument(
         "--steps", type=positive, default=64, help="steps of a round, each with a token for every row"
     )
@@ -241,9 +242,9 @@ def main() -> None:
     parser.add_argument("--kernels", choices=("native", "torch"), help="default: the engine's choice")
     parser.add_argument("--device", help="device of the forward pass; masks are filled on the host")
     parser.add_argument("--model", type=Path, default=_DEMO_MODEL, help="model of the measured stream")
-    parser.add_argument("--tokens", type=int, default=400, help="tokens of the measured stream")
+    parser.add_argument("--tokens", type=positive, default=400, help="tokens of the measured stream")
     parser.add_argument(
-        "--slow", type=int, default=8, help="number of slow guides to compile during the stream"
+        "--slow", type=whole, default=8, help="number of slow guides to compile during the stream"
     )
     arguments = parser.parse_args()
     figures: dict[str, object] = {

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.measuring.options import new_parser
+from benchmarks.measuring.options import duration, new_parser
+from inflight.arguments import positive
 from inflight.server import runtime_directory
 from inflight.server.launch import ServerOptions, TritonServer, serve
 from inflight_client import Client
@@ -25,8 +26,10 @@ def main() -> None:
     """Measure, and print one line of JSON last."""
     parser = new_parser("idle", __doc__)
     parser.add_argument("--model", type=Path, help="checkpoint folder; the demo model without one")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=10.0, help="time to measure (default: %(default)s)")
+    parser.add_argument("--tp", type=positive, default=1, help="tensor-parallel ranks (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=duration, default=10.0, help="time to measure (default: %(default)s)"
+    )
     given = parser.parse_args()
     options = ServerOptions(tp=given.tp, mode="orchestrator") if given.tp > 1 else ServerOptions()
     with serve(model=given.model, options=options) as server:

@@ -13,8 +13,9 @@ import re
 import statistics
 import time
 
-from benchmarks.measuring.options import new_parser
+from benchmarks.measuring.options import duration, new_parser
 from benchmarks.measuring.real_server import log_since, open_streams
+from inflight.arguments import positive, whole
 from inflight.server.launch import ServerOptions, TritonServer
 from inflight.testing.fake_server import serve_fake
 
@@ -41,10 +42,10 @@ def measure(server: TritonServer, num_streams: int, seconds: float) -> float:
 
 def main() -> None:
     parser = new_parser("iteration", __doc__)
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.0, help="length of a round")
-    parser.add_argument("--step-us", type=int, default=10000, help="time of the forward pass")
+    parser.add_argument("--streams", type=positive, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--seconds", type=duration, default=2.0, help="length of a round")
+    parser.add_argument("--step-us", type=whole, default=10000, help="time of the forward pass")
     arguments = parser.parse_args()
     settings = {
         "fake_engine": f"vocab=1000,step_us={arguments.step_us}",

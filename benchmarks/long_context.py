@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from inflight.arguments import positive
 from inflight.config import EngineConfig, SchedulingConfig
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.response import Response
@@ -30,7 +31,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--kv-cache-dtype", default="auto", help="the parameter of config.pbtxt")
     parser.add_argument("--device", default=None)
-    parser.add_argument("--threads", type=int, default=None, help="threads of the forward pass")
+    parser.add_argument("--threads", type=positive, default=None, help="threads of the forward pass")
 
 
 @contextmanager

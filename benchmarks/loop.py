@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 
 from benchmarks.measuring.options import new_parser
+from inflight.arguments import positive
 from inflight.batch_manager import GptManager
 from inflight.config import SchedulingConfig
 from inflight.core.request.engine_description import EngineDescription
@@ -88,8 +89,8 @@ def measure(num_streams: int, num_tokens: int, send_us: float) -> dict[str, floa
 
 def main() -> None:
     parser = new_parser("loop", __doc__)
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64, 256])
-    parser.add_argument("--tokens", type=int, default=2000, help="tokens per stream")
+    parser.add_argument("--streams", type=positive, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--tokens", type=positive, default=2000, help="tokens per stream")
     parser.add_argument("--send-us", type=float, default=165.0, help="time of one send")
     arguments = parser.parse_args()
     rows = [

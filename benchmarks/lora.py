@@ -19,8 +19,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.measuring.options import new_parser, not_negative, positive
+from benchmarks.measuring.options import new_parser
 from inflight.adapters.lora_modules import SPLIT_MODULES, module_sizes
+from inflight.arguments import positive, whole
 from inflight.config import EngineConfig
 from inflight.core.request.adapter import LoraWeights, Matrix, RawBuffer, StoredAdapter
 from inflight.core.request.request import Request
@@ -187,7 +188,7 @@ def main() -> None:
     parser.add_argument("--adapters", type=positive, default=8)
     parser.add_argument("--rank", type=positive, default=16)
     parser.add_argument("--prompt", type=positive, default=128, help="initial tokens of each sequence")
-    parser.add_argument("--chunk", type=not_negative, default=0, help="tokens of a context; 0: generation")
+    parser.add_argument("--chunk", type=whole, default=0, help="tokens of a context; 0: generation")
     parser.add_argument("--rounds", type=positive, default=15)
     parser.add_argument(
         "--turn", type=positive, default=3, help="iterations of a turn, before the other set's"

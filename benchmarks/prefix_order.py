@@ -7,13 +7,13 @@ computed token; every iteration takes 32 of them in addition, as it reads the we
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
 from dataclasses import asdict, dataclass, replace
 
-from benchmarks.measuring.options import not_negative, positive
+from benchmarks.measuring.options import new_parser
+from inflight.arguments import positive, whole
 from inflight.config import SchedulePolicy, SchedulingConfig
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
@@ -146,16 +146,16 @@ def configurations(bounds: list[int]) -> dict[str, SchedulingConfig]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = new_parser("prefix_order", __doc__)
     parser.add_argument("--requests", type=positive, default=600)
     parser.add_argument("--system-prompts", type=positive, default=8)
     parser.add_argument("--system-tokens", type=positive, default=1024)
     parser.add_argument(
         "--cached-prompts", type=positive, default=3, help="system prompts that the cache can hold"
     )
-    parser.add_argument("--spacing", type=not_negative, nargs="+", default=[0, 400, 600, 900])
-    parser.add_argument("--overtaken", type=not_negative, nargs="+", default=[8, 16, 32, 64])
-    parser.add_argument("--seed", type=not_negative, default=0)
+    parser.add_argument("--spacing", type=whole, nargs="+", default=[0, 400, 600, 900])
+    parser.add_argument("--overtaken", type=whole, nargs="+", default=[8, 16, 32, 64])
+    parser.add_argument("--seed", type=whole, default=0)
     options = parser.parse_args()
     rows: list[dict[str, object]] = []
     print("spacing  policy     reused      time   first token: median       p99     worst   overtaken")

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.measuring.options import Options, engine_settings, new_parser, positive
+from benchmarks.measuring.options import Options, engine_settings, new_parser
 from benchmarks.measuring.setup import Setup
 from benchmarks.measuring.workload import BenchRequest, draw
 from benchmarks.profiling.results import (
@@ -29,6 +29,7 @@ from benchmarks.profiling.results import (
 )
 from benchmarks.profiling.served_engine import ServedEngine
 from benchmarks.profiling.stages import watch_loop
+from inflight.arguments import output_folder, positive
 from inflight.errors import InflightError
 from inflight.models import read_model_description
 from inflight.testing.make_model import make_model
@@ -106,7 +107,9 @@ def main() -> None:
         "--model", type=Path, help="checkpoint folder; default: random weights of the shape 135m"
     )
     parser.add_argument("--dtype", help="default: the checkpoint's")
-    parser.add_argument("--out", type=Path, default=_PLOTS, help="folder for profile.json and the plots")
+    parser.add_argument(
+        "--out", type=output_folder, default=_PLOTS, help="folder for profile.json and the plots"
+    )
     parser.add_argument("--threads", type=positive, help="threads of the forward pass; default: all cores")
     arguments = parser.parse_args()
     try:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from benchmarks.measuring.drafts import DraftedRun
 from benchmarks.measuring.options import new_parser
+from inflight.arguments import positive
 from inflight.config import EngineConfig, SchedulingConfig, Speculation
 from inflight.core.request.request import IterationInput, OutputOptions, Request
 from inflight.core.request.response import SequenceResult
@@ -112,11 +113,11 @@ def main() -> None:
     parser.add_argument("--model", default=str(_DEMO_MODEL), help="checkpoint folder")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default=None)
-    parser.add_argument("--threads", type=int, default=None, help="threads of the forward pass")
+    parser.add_argument("--threads", type=positive, default=None, help="threads of the forward pass")
     parser.add_argument("--prompt", default=None, help="file with another prompt")
-    parser.add_argument("--tokens", type=int, default=256, help="new tokens")
-    parser.add_argument("--draft", type=int, nargs="+", default=[4, 8], help="tokens of a draft")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=positive, default=256, help="new tokens")
+    parser.add_argument("--draft", type=positive, nargs="+", default=[4, 8], help="tokens of a draft")
+    parser.add_argument("--rounds", type=positive, default=5)
     arguments = parser.parse_args()
     engine = load_engine(
         EngineConfig(

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from benchmarks.measuring.options import new_parser
+from inflight.arguments import positive
 from inflight.processors import Processors
 from inflight.ranks.launch import find_mpirun, mpirun_options
 
@@ -61,12 +62,12 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="checkpoint folder; default: random weights of --shape")
     parser.add_argument("--shape", choices=("tiny", "135m", "1b"), default="1b")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
-    parser.add_argument("--tokens", type=int, default=24, help="tokens to generate per stream")
+    parser.add_argument("--streams", type=positive, default=8)
+    parser.add_argument("--prompt", type=positive, default=32, help="tokens of a prompt")
+    parser.add_argument("--tokens", type=positive, default=24, help="tokens to generate per stream")
     threads = Processors.here().num_threads
-    parser.add_argument("--threads", type=int, default=threads, help="threads of all ranks together")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=positive, default=threads, help="threads of all ranks together")
+    parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--setups", nargs="+", default=list(_SETUPS), metavar="tp=N,pp=M")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

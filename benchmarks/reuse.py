@@ -13,6 +13,7 @@ import time
 
 from benchmarks.long_context import Loop, add_engine_options, load_engine, random_tokens
 from benchmarks.measuring.options import new_parser
+from inflight.arguments import positive
 from inflight.config import SchedulingConfig
 from inflight.core.request.request import OutputOptions, Request
 from inflight.engine.engine import ModelEngine
@@ -47,9 +48,9 @@ class Asker:
 def main() -> None:
     parser = new_parser("reuse", __doc__)
     add_engine_options(parser)
-    parser.add_argument("--prefix", type=int, default=1000, help="tokens of the shared prefix")
-    parser.add_argument("--suffix", type=int, default=16, help="tokens of each suffix")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prefix", type=positive, default=1000, help="tokens of the shared prefix")
+    parser.add_argument("--suffix", type=positive, default=16, help="tokens of each suffix")
+    parser.add_argument("--rounds", type=positive, default=5)
     options = parser.parse_args()
     prefix, suffix, rounds = options.prefix, options.suffix, options.rounds
     room = (rounds + 2) * (prefix + suffix + 64)

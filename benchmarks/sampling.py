@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measuring.options import new_parser
+from inflight.arguments import positive
 from inflight.core.request.request import ExternalDraft, FloatTensor, OutputOptions, Request
 from inflight.core.request.sampling_config import CONTROLS, DRAWING, SamplingConfig
 from inflight.core.schedule.batch import BeamGroup, ContextChunk, ScheduledBatch, SlotStart
@@ -176,14 +177,14 @@ def run(shape: Shape, features: Sequence[Feature], flat: bool, repeats: int) -> 
 
 def main() -> None:
     parser = new_parser("sampling", __doc__)
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--vocab", type=int, default=128_000)
+    parser.add_argument("--rows", type=positive, default=64)
+    parser.add_argument("--vocab", type=positive, default=128_000)
     parser.add_argument(
-        "--history", type=int, default=512, help="tokens that penalties look back at (per row)"
+        "--history", type=positive, default=512, help="tokens that penalties look back at (per row)"
     )
     parser.add_argument("--flat", action="store_true", help="normally distributed logits")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--threads", type=int, help="default: torch's choice")
+    parser.add_argument("--repeats", type=positive, default=7)
+    parser.add_argument("--threads", type=positive, help="default: torch's choice")
     parser.add_argument("--feature", nargs="+", help="only features whose name contains one of these")
     arguments = parser.parse_args()
     if arguments.threads:

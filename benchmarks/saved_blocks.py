@@ -24,7 +24,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.long_context import random_tokens
-from benchmarks.measuring.options import new_parser, positive
+from benchmarks.measuring.options import new_parser
+from inflight.arguments import positive
 from inflight.build import RunningEngine, start_engine
 from inflight.config import Parameters
 from inflight.core.request.request import OutputOptions, Request

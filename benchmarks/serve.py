@@ -16,12 +16,13 @@ from typing import Any
 
 from benchmarks.analyzer import TIMEOUT_S, analyze, engine_stub, process_ids
 from benchmarks.measuring.bandwidth import Probe
-from benchmarks.measuring.options import Options, add_options, engine_settings, new_parser, positive
+from benchmarks.measuring.options import Options, add_options, engine_settings, new_parser
 from benchmarks.measuring.report import Resources, Timeline, to_line, to_values
 from benchmarks.measuring.rounds import BenchedEngine, run_rounds
 from benchmarks.measuring.setup import Setup
 from benchmarks.measuring.workload import BenchRequest, draw
 from benchmarks.offline import InProcess, peak_rss_bytes
+from inflight.arguments import positive
 from inflight.errors import InflightError
 from inflight.models import read_model_description
 from inflight.server.errors import ServeError

@@ -7,12 +7,12 @@ There are enough KV blocks for all conversations, so that only snapshots limit t
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from dataclasses import asdict, dataclass
 
-from benchmarks.measuring.options import not_negative, positive
+from benchmarks.measuring.options import new_parser
+from inflight.arguments import positive, whole
 from inflight.config import SchedulingConfig
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
@@ -116,12 +116,12 @@ def _answer(batch: ScheduledBatch, rng: random.Random) -> ModelOutput:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = new_parser("snapshots", __doc__)
     parser.add_argument("--conversations", type=positive, default=50)
     parser.add_argument("--turns", type=positive, default=6, help="messages of each conversation")
     parser.add_argument("--concurrency", type=positive, default=8, help="requests that run at a time")
-    parser.add_argument("--snapshots", type=not_negative, nargs="+", default=[0, 8, 16, 32, 48, 64, 96, 128])
-    parser.add_argument("--seed", type=not_negative, default=0)
+    parser.add_argument("--snapshots", type=whole, nargs="+", default=[0, 8, 16, 32, 48, 64, 96, 128])
+    parser.add_argument("--seed", type=whole, default=0)
     options = parser.parse_args()
     workload = Replay(options.conversations, options.turns, options.concurrency, options.seed)
     without_state = replay(workload, 0, has_state=False)

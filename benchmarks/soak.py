@@ -31,7 +31,8 @@ import numpy as np
 import psutil
 from safetensors.numpy import save_file
 
-from benchmarks.measuring.options import new_parser, positive
+from benchmarks.measuring.options import duration, new_parser
+from inflight.arguments import output_file, positive
 from inflight.server import runtime_directory
 from inflight.server.launch import ServerOptions, TritonServer, serve
 from inflight.server.ports import Ports
@@ -381,12 +382,12 @@ def soak(given: argparse.Namespace, folder: Path) -> tuple[Load, list[Sample]]:
 def main() -> int:
     """Run the command line; return 1 if an answer was wrong."""
     parser = new_parser("soak", __doc__)
-    parser.add_argument("--minutes", type=float, default=120.0, help="how long (default: %(default)g)")
+    parser.add_argument("--minutes", type=duration, default=120.0, help="how long (default: %(default)g)")
     parser.add_argument("--rate", type=positive, default=4, help="requests per second (default: %(default)s)")
     parser.add_argument(
-        "--interval", type=float, default=60.0, help="seconds between figures (default: %(default)g)"
+        "--interval", type=duration, default=60.0, help="seconds between figures (default: %(default)g)"
     )
-    parser.add_argument("--csv", type=Path, help="file for the figures of all processes")
+    parser.add_argument("--csv", type=output_file, help="file for the figures of all processes")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="inflight-soak-") as folder:
         load, samples = soak(given, Path(folder))

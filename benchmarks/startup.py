@@ -24,7 +24,10 @@ from typing import IO
 
 import psutil
 
+from benchmarks.measuring.options import new_parser
 from benchmarks.measuring.setup import cpu_name
+from inflight.arguments import positive
+from inflight.server.option_types import setting
 
 _DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 _LOOK_S = 0.25
@@ -95,21 +98,19 @@ def _command(given: argparse.Namespace) -> list[str]:
     of_triton = ["--http-port=0", "--grpc-port=0", "--metrics-port=0"]
     command += ["--no-triton"] if given.no_triton else of_triton
     command += ["--dtype", given.dtype] if given.dtype else []
-    for setting in given.set:
-        command += ["--set", setting]
+    for key, value in given.set:
+        command += ["--set", f"{key}={value}"]
     return command
 
 
 def _arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser("startup", __doc__)
     add = parser.add_argument
-    add("--model", type=Path, required=True, help="checkpoint folder")
+    add("--model", type=Path, required=True, metavar="DIR", help="checkpoint folder")
     add("--dtype", help="default: the checkpoint's")
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help="as for scripts/serve")
+    add("--set", type=setting, action="append", default=[], metavar="KEY=VALUE", help="as for scripts/serve")
     add("--no-triton", action="store_true", help="as for scripts/serve")
-    add("--starts", type=int, default=3, help="starts; figures are their medians (default: %(default)s)")
+    add("--starts", type=positive, default=3, help="starts; figures are their medians (default: %(default)s)")
     add("--cold", action="store_true", help="empty the machine's page cache before each start")
     add("--compile", action="store_true", help="keep no compiled layers from one start to the next")
     return parser.parse_args(arguments)

@@ -25,10 +25,11 @@ from typing import Any
 import psutil
 
 from benchmarks.analyzer import Answer, analyze, engine_stub, process_ids
-from benchmarks.measuring.options import new_parser, positive
+from benchmarks.measuring.options import new_parser
 from benchmarks.measuring.real_server import GrowingTrace
 from benchmarks.measuring.report import Percentiles
 from benchmarks.measuring.workload import BenchRequest
+from inflight.arguments import positive
 from inflight.batch_manager.recording import Begin, End
 from inflight.core.schedule.batch import ScheduledBatch
 from inflight.server.launch import TritonServer

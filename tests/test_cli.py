@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
@@ -13,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from inflight import cli, version
-from inflight.arguments import equally_near
+from inflight.near_words import equally_near
 from inflight.server.repository import default_repository
 from inflight.version import package_version
+from tests.docs.test_flags_page import parser_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -205,3 +207,117 @@ def test_the_client_names_what_it_lacks(tmp_path: Path) -> None:
         1,
         "error: tritonclient is missing: pip install 'inflight[kserve]'\n",
     )
+
+
+def refusal_of(command: str, given: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the first line that a command writes about a command line; the status must be 2."""
+    with pytest.raises(SystemExit) as status:
+        parser_of(command).parse_args(given)
+    written = capsys.readouterr().err
+    assert status.value.code == 2 and written.count("\n") == 2, written
+    return written.partition("\n")[0]
+
+
+def long_flags(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    return [action for action in parser._actions if action.option_strings[-1:] and action.dest != "help"]
+
+
+def is_number(parser: argparse.ArgumentParser, action: argparse.Action) -> bool:
+    """Whether an option's value is converted to a number."""
+    try:
+        return isinstance(parser._get_values(action, ["1"]), (int, float))
+    except argparse.ArgumentError:
+        return False
+
+
+WITH_FLAGS = [command for command in cli.COMMANDS if command not in ("bench", "client")]
+
+
+@pytest.mark.parametrize("command", WITH_FLAGS)
+def test_every_commands_misspelled_option_is_answered_with_the_right_one(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also if required arguments are missing, since the option may be one of them."""
+    for action in long_flags(parser_of(command)):
+        flag = action.option_strings[-1]
+        said = refusal_of(command, [f"{flag}x=1"], capsys)
+        assert f"unrecognized arguments: {flag}x" in said and f"did you mean {flag}" in said
+
+
+@pytest.mark.parametrize("command", WITH_FLAGS)
+@pytest.mark.parametrize("value", ["ten", "nan", ""])
+def test_every_number_of_every_command_says_what_it_expects(
+    command: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = parser_of(command)
+    for action in long_flags(parser):
+        flag = action.option_strings[-1]
+        if action.nargs == 0 or not is_number(parser, action):
+            continue
+        said = refusal_of(command, [f"{flag}={value}"], capsys)
+        assert f"argument {'/'.join(action.option_strings)}: " in said
+        assert "expected" in said and repr(value) in said
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "example"),
+    [
+        ("build", [], "--model, --output, as in inflight build --model DIR --output DIR"),
+        ("make-model", [], "--out, as in inflight make-model --out DIR"),
+        ("verify", [], "RECEIPT, as in inflight verify RECEIPT"),
+        ("convert-lora", ["a"], "OUT, as in inflight convert-lora PEFT_FOLDER OUT"),
+    ],
+)
+def test_a_missing_argument_is_answered_with_an_example(
+    command: str, given: list[str], example: str, capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"inflight {command}"])
+    said = refusal_of(command, given, capsys)
+    assert said.endswith(f"error: the following arguments are required: {example}")
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "named"),
+    [
+        ("make-model", ["--out", "PATH"], "--out"),
+        ("build", ["--model", "x", "--output", "PATH"], "--output"),
+        ("convert-lora", ["x", "PATH"], "OUT"),
+        ("batch", ["x", "--output", "PATH"], "-o/--output"),
+        ("serve", ["--response-store", "PATH"], "--response-store"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/proc/x", "file/x"])
+def test_a_path_that_cannot_be_written_is_refused_before_the_work(
+    command: str, given: list[str], named: str, path: str, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    said = refusal_of(command, [path if word == "PATH" else word for word in given], capsys)
+    assert f"argument {named}: expected a f" in said and f"that can be written, got '{path}': " in said
+    assert said.endswith(("file is not a folder", "no file can be made in /proc: No such file or directory"))
+
+
+@pytest.mark.parametrize("command", ["serve", "verify", "batch"])
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        (
+            "INFLIGHT_API_KEYS",
+            "secret",
+            "no environment variable INFLIGHT_API_KEYS; did you mean INFLIGHT_API_KEY?",
+        ),
+        (
+            "INFLIGHT_CPU_BUILD",
+            "native",
+            "environment variable INFLIGHT_CPU_BUILD is 'native', expected local",
+        ),
+    ],
+)
+def test_a_wrong_environment_variable_is_an_error_of_every_command(
+    command: str, name: str, value: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as status:
+        parser_of(command).parse_args(["a_receipt_or_file"] if command != "serve" else [])
+    written = capsys.readouterr().err
+    assert status.value.code == 2 and said in written and "secret" not in written

@@ -478,7 +478,50 @@ def test_the_error_for_another_method_of_drafting_names_what_there_is(
         make_parameters(**{key: value})
 
 
-@pytest.mark.parametrize("mode", ["medusa", "lookahead", "redrafter", "explicit_draft_tokens", "top-k"])
-def test_an_unknown_decoding_mode_is_refused(mode: str) -> None:
-    with pytest.raises(ConfigError, match=f"decoding_mode: got '{mode}', expected auto or top_k or "):
-        make_parameters(decoding_mode=mode)
+@pytest.mark.parametrize(
+    ("method", "instead"),
+    [
+        ("medusa", "Medusa heads are not read; an EAGLE-3 head .* mtp"),
+        ("lookahead", "speculative_decoding_mode prompt-lookup:K or suffix:K"),
+        ("Lookahead", "speculative_decoding_mode prompt-lookup:K or suffix:K"),
+        ("redrafter", "ReDrafter heads are not read; an EAGLE-3 head"),
+        ("draft-tokens-external", "a draft model is an engine of its own, tensorrt_llm_draft_model_name of"),
+        ("top-k", None),
+    ],
+)
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("decoding_mode", "auto or top_k or top_p or top_k_top_p or beam_search or eagle"),
+        ("speculative_decoding_mode", "none, prompt-lookup, suffix, mtp or eagle3; :K behind .* 0 to 64"),
+    ],
+)
+def test_the_name_of_another_decoding_mode_is_refused_with_what_there_is(
+    method: str, instead: str | None, key: str, expected: str
+) -> None:
+    advice = "" if instead is None else f"; {instead}.*"
+    with pytest.raises(ConfigError, match=f"{key}: got '{method}', expected {expected}{advice}$"):
+        make_parameters(**{key: method})
+
+
+def test_heads_of_the_first_eagle_are_refused_with_what_there_is() -> None:
+    with pytest.raises(
+        ConfigError, match="got 'eagle', expected .*; heads of EAGLE and EAGLE-2 are not read; an EAGLE-3"
+    ):
+        make_parameters(speculative_decoding_mode="eagle")
+
+
+@pytest.mark.parametrize(
+    ("key", "instead"),
+    [
+        ("posterior_threshold", "a draft token is accepted if it is the model's own token, so leave it out"),
+        ("dynamic_tree_max_topK", "drafts are chains and not trees, so leave it out"),
+        ("max_seq_len", "here it is max_sequence_length"),
+        ("free_gpu_memory_fraction", "here it is kv_cache_free_gpu_mem_fraction"),
+        ("gpu_memory_utilization", "here it is kv_cache_free_gpu_mem_fraction"),
+        ("max-num-seqs", "here it is max_batch_size"),
+    ],
+)
+def test_a_key_of_another_server_is_refused_with_what_there_is(key: str, instead: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}: got '1', but there is no such parameter; {instead}"):
+        make_parameters(**{key: "1"})

@@ -1,4 +1,4 @@
-"""Command lines of the package's programs: a parser whose errors name the nearest option.
+"""Command lines of the package's programs: a parser with exact errors, and the types of options.
 
 Standard library only.
 """
@@ -6,49 +6,25 @@ Standard library only.
 from __future__ import annotations
 
 import argparse
-import difflib
+import math
+import os
 import re
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
+from inflight import environment
 from inflight.log_lines import asks_for_json, error_line
+from inflight.near_words import equally_near
 from inflight.version import package_version
 
 _FEW = 8  # choices that an error lists although one of them is near
 _UNRECOGNIZED = "unrecognized arguments: "
+_REQUIRED = "the following arguments are required: "
+_MAX_PORT = 65535
 _SCRIPT = re.compile(r"[ /.]")  # before the name of a program: scripts/serve, inflight serve, inflight.openai
-
-
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the known word that is spelled most like `word`; None if none is similar."""
-    return next(iter(equally_near(word, known)), None)
-
-
-def equally_near(word: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
-    """Return the known words with the smallest edit distance to `word`; [] if none is similar.
-
-    Args:
-        word: A misspelled word.
-        known: The words that it may have been meant to be.
-        cutoff: The least similarity, as in `difflib.get_close_matches`.
-    """
-    close = difflib.get_close_matches(word, list(known), n=5, cutoff=cutoff)
-    distances = {each: _edit_distance(word, each) for each in close}
-    return [each for each in close if distances[each] == min(distances.values())]
-
-
-def _edit_distance(one: str, other: str) -> int:
-    """Return how many letters must be inserted, deleted, replaced or swapped to turn one word into the other."""
-    before, row = [0], list(range(len(other) + 1))
-    for index, letter in enumerate(one, 1):
-        earlier, before, row = before, row, [index]
-        for column, expected in enumerate(other, 1):
-            least = min(before[column] + 1, row[-1] + 1, before[column - 1] + (letter != expected))
-            if index > 1 and column > 1 and (letter, one[index - 2]) == (other[column - 2], expected):
-                least = min(least, earlier[column - 2] + 1)
-            row.append(least)
-    return row[-1]
 
 
 def program_name(script: str) -> str:
@@ -56,27 +32,123 @@ def program_name(script: str) -> str:
     return sys.argv[0] if sys.argv[0].startswith("inflight ") else script
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser that takes no abbreviations, suggests the nearest option, and has --version.
+def why_not_writable(folder: Path) -> str | None:
+    """Return why no file can be made in a folder, or in the nearest existing one above it; None if it can be."""
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        return f"{existing} is not a folder"
+    try:
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        return f"no file can be made in {existing}: {error.strerror}"
+    return None
 
-    With `--log-format json` on the command line, errors are written as lines of the JSON log.
+
+def output_folder(text: str) -> Path:
+    """Parse the path of a folder to write, which need not exist yet. A type of options."""
+    folder = Path(text)
+    if reason := why_not_writable(folder):
+        raise argparse.ArgumentTypeError(f"expected a folder that can be written, got {text!r}: {reason}")
+    return folder
+
+
+def output_file(text: str) -> Path:
+    """Parse the path of a file to write, in a folder that exists. A type of options."""
+    file = Path(text)
+    if file.is_dir():
+        reason = "it is a folder"
+    elif not file.parent.exists():
+        reason = f"there is no folder {file.parent}"
+    elif file.exists():
+        reason = None if os.access(file, os.W_OK) else "its permissions do not let this user write to it"
+    else:
+        reason = why_not_writable(file.parent)
+    if reason:
+        raise argparse.ArgumentTypeError(f"expected a file that can be written, got {text!r}: {reason}")
+    return file
+
+
+def positive(text: str) -> int:
+    """Parse a whole number that is at least 1. A type of options."""
+    return _number_from(1, text, "a whole number from 1")
+
+
+def whole(text: str) -> int:
+    """Parse a whole number that is at least 0. A type of options."""
+    return _number_from(0, text, "a whole number from 0")
+
+
+def seconds(text: str) -> int:
+    """Parse a whole number of seconds. A type of options."""
+    return _number_from(0, text, "a whole number of seconds")
+
+
+def port(text: str) -> int:
+    """Parse a TCP port; 0 means any free one. A type of options."""
+    expected = "a port number from 0 to 65535"
+    number = _number_from(0, text, expected)
+    if number > _MAX_PORT:
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+    return number
+
+
+def _number_from(least: int, text: str, expected: str) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+    return int(text)
+
+
+def _whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"expected a number, got {text!r}")
+    return value
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser with --version that takes no abbreviations, and whose errors say what was expected.
+
+    The error about an unknown option names the nearest one, and the error about a missing option has an example.
+    An invalid environment variable of this package is an error, too. With `--log-format json` on the command line,
+    errors are written as lines of the JSON log.
 
     Args:
         other_flags: Flags that the program understands or answers before it parses; they are suggested, too.
+        checks_environment: Whether to refuse invalid environment variables.
         keywords: Arguments of `argparse.ArgumentParser`.
     """
 
-    def __init__(self, other_flags: Iterable[str] = (), **keywords: object) -> None:
+    def __init__(
+        self, other_flags: Iterable[str] = (), checks_environment: bool = True, **keywords: object
+    ) -> None:
         super().__init__(allow_abbrev=False, **keywords)  # pyright: ignore[reportArgumentType]
         self._other_flags = tuple(other_flags)
+        self._checks_environment = checks_environment
         self._given: Sequence[str] = ()
+        self.register("type", int, _whole_number)
+        self.register("type", float, _number)
         self.add_argument("--version", action="version", version=f"inflight {package_version()}")
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride] - it has overloads
         self, args: Iterable[str] | None = None, namespace: Any = None
     ) -> Any:
         self._given = sys.argv[1:] if args is None else list(args)
-        return super().parse_known_args(self._given, namespace)
+        parsed = super().parse_known_args(self._given, namespace)
+        if self._checks_environment and (faults := environment.faults(os.environ)):
+            self._refuse("; ".join(faults))
+        return parsed
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Refuse a value that is not one of the choices, with the nearest ones, and all of them if they are
@@ -91,19 +163,46 @@ class Parser(argparse.ArgumentParser):
         raise argparse.ArgumentError(action, f"got {str(value)!r}; {' '.join(hints)}")
 
     def error(self, message: str) -> NoReturn:
-        """Write the message, with the nearest option, and exit with 2."""
+        """Write the message, with the nearest option or an example, and exit with 2."""
+        if message.startswith(_REQUIRED):
+            # The missing option may be misspelled.
+            unknown = self._unknown_flags()
+            message = (
+                f"{_UNRECOGNIZED}{' '.join(unknown)}" if unknown else f"{message}, as in {self._example()}"
+            )
         if message.startswith(_UNRECOGNIZED):
-            unknown = [word.partition("=")[0] for word in message.removeprefix(_UNRECOGNIZED).split()]
-            flags = (*self._option_string_actions, *self._other_flags)
-            known = [flag[2:] for flag in flags if flag.startswith("--")]  # with "--" all would be similar
-            near = [equally_near(word[2:], known) for word in unknown if word.startswith("--")]
-            found = list(dict.fromkeys(f"--{word}" for words in near for word in words))
-            places = [action.metavar or action.dest for action in self._get_positional_actions()]
-            if found:
-                message += f" (did you mean {' or '.join(found)}?)"
-            elif places and not any(word.startswith("-") for word in unknown):
-                message += f" (expected one {' and one '.join(map(str, places))})"
-        hint = f"{self.prog} --help lists the options"
+            message += self._hint(message.removeprefix(_UNRECOGNIZED).split())
+        self._refuse(message, f"{self.prog} --help lists the options")
+
+    def _hint(self, unrecognized: list[str]) -> str:
+        """Return the options or places that unrecognized words may have been meant for, in parentheses."""
+        unknown = [word.partition("=")[0] for word in unrecognized]
+        flags = (*self._option_string_actions, *self._other_flags)
+        known = [flag[2:] for flag in flags if flag.startswith("--")]  # with "--" all would be similar
+        near = [equally_near(word[2:], known) for word in unknown if word.startswith("--")]
+        found = list(dict.fromkeys(f"--{word}" for words in near for word in words))
+        if found:
+            return f" (did you mean {' or '.join(found)}?)"
+        places = [action.metavar or action.dest for action in self._get_positional_actions()]
+        if places and not any(word.startswith("-") for word in unknown):
+            return f" (expected one {' and one '.join(map(str, places))})"
+        return ""
+
+    def _unknown_flags(self) -> list[str]:
+        words = self._given[: self._given.index("--")] if "--" in self._given else self._given
+        flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+        return [flag for flag in flags if flag not in self._option_string_actions]
+
+    def _example(self) -> str:
+        """Return a command line with every required argument."""
+        words = [self.prog]
+        for action in self._actions:
+            if action.required:
+                words += [*action.option_strings[-1:], str(action.metavar or action.dest.upper())]
+        return " ".join(words)
+
+    def _refuse(self, message: str, hint: str = "") -> NoReturn:
         if asks_for_json(self._given):
-            self.exit(2, error_line(_SCRIPT.split(self.prog)[-1], f"{message}; {hint}"))
-        self.exit(2, f"{self.prog}: error: {message}\n{hint}\n")
+            told = f"{message}; {hint}" if hint else message
+            self.exit(2, error_line(_SCRIPT.split(self.prog)[-1], told))
+        self.exit(2, f"{self.prog}: error: {message}\n{f'{hint}{chr(10)}' if hint else ''}")

@@ -11,7 +11,10 @@ import runpy
 import sys
 from pathlib import Path
 
-from inflight.arguments import nearest, program_name
+from inflight.arguments import program_name
+from inflight.errors import InflightError
+from inflight.near_words import nearest
+from inflight.server.errors import ServeError
 from inflight.version import package_version
 
 
@@ -32,7 +35,11 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stderr.write(f"{_usage(programs)}\nbench: there is no benchmark {arguments[0]}{hint}\n")
         return 2
     sys.argv[:] = [sys.argv[0], *arguments[1:]]
-    runpy.run_module(f"benchmarks.{name}", run_name="__main__")
+    try:
+        runpy.run_module(f"benchmarks.{name}", run_name="__main__")
+    except (InflightError, ServeError) as error:
+        sys.stderr.write(f"{program_name('scripts/bench')} {arguments[0]}: {error}\n")
+        return 1
     return 0
 
 

@@ -7,11 +7,13 @@ once, on the thread that loads the model.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from inflight import environment
 from inflight.engine_parts import (
     describe,
     make_adapters,
@@ -25,6 +27,7 @@ from inflight.engine_parts import (
     with_kv_events,
     with_saved_blocks,
 )
+from inflight.errors import ConfigError
 from inflight.load_model import load_model
 
 if TYPE_CHECKING:
@@ -160,7 +163,12 @@ def check_parameters(parameters: Parameters) -> None:
 def _load_checked(
     load: LoadModel, parameters: Parameters, version_dir: str, rank_context: RankContext | None
 ) -> LoadedModel:
-    """Load the model, and check default_end_ids against its vocabulary. ConfigError is raised on all ranks."""
+    """Load the model, and check the environment variables, and default_end_ids against the vocabulary.
+
+    ConfigError is raised on all ranks.
+    """
+    if faults := environment.faults(os.environ):
+        raise ConfigError("; ".join(faults))
     model = load(parameters, version_dir, rank_context)
     parameters.validate_end_ids(model.engine.limits.vocab_size)
     if rank_context is not None:

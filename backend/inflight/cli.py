@@ -10,8 +10,8 @@ import runpy
 import sys
 from pathlib import Path
 
-from inflight.arguments import nearest
 from inflight.log_lines import asks_for_json, error_line
+from inflight.near_words import nearest
 from inflight.version import package_version
 
 COMMANDS = {

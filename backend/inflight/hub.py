@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from inflight.arguments import Parser
 from inflight.checkpoint_config import instead_of_gguf
 from inflight.errors import ConfigError
 
@@ -216,7 +217,7 @@ def without_credentials(text: str) -> str:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the command line of `python -m inflight.hub`."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m inflight.hub", description="Download a checkpoint from the Hugging Face hub."
     )
     parser.add_argument("model", metavar="DIR_OR_HF_ID", help="as --model of scripts/serve")

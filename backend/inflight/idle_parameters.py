@@ -6,12 +6,15 @@ features that are not implemented: they are accepted only with values that do no
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from inflight.parameter_spec import (
     BOOLEAN,
     DATA_TYPES,
     ENGINE_ONLY,
+    FROM_EARLIER_TOKENS,
+    OTHER_METHODS,
     TEXT,
     ParameterKind,
     ParameterSpec,
@@ -45,7 +48,9 @@ def _no_effect(
 NO_EFFECT: tuple[ParameterSpec, ...] = (
     _no_effect(
         "decoding_mode",
-        choice("auto", "top_k", "top_p", "top_k_top_p", "beam_search", "eagle"),
+        replace(
+            choice("auto", "top_k", "top_p", "top_k_top_p", "beam_search", "eagle"), instead=OTHER_METHODS
+        ),
         "how tokens are chosen; eagle needs a draft head beside it",
         "it follows from the controls of each request, and from the draft head",
     ),
@@ -98,10 +103,6 @@ NO_EFFECT: tuple[ParameterSpec, ...] = (
     ),
 )
 
-_OTHER_DRAFTS = (
-    "speculative_decoding_mode prompt-lookup:K or suffix:K drafts without a draft model, from earlier tokens"
-)
-
 UNBUILT: tuple[ParameterSpec, ...] = (
     _unbuilt("multimodal_model_path", TEXT, "engine of an image model", roles=_PREPROCESSING),
     _unbuilt("visual_model_path", TEXT, "multimodal_model_path in older versions", roles=_PREPROCESSING),
@@ -112,15 +113,16 @@ UNBUILT: tuple[ParameterSpec, ...] = (
     _unbuilt("participant_ids", TEXT, "MPI ranks"),
     _unbuilt("num_nodes", integer(1), "nodes of an orchestrator", 1),
     _unbuilt("speculative_decoding_fast_logits", BOOLEAN, "draft logits over MPI", False),
-    _unbuilt("lookahead_window_size", integer(0), "lookahead decoding", 0, instead=_OTHER_DRAFTS),
-    _unbuilt("lookahead_ngram_size", integer(0), "lookahead decoding", 0, instead=_OTHER_DRAFTS),
-    _unbuilt("lookahead_verification_set_size", integer(0), "lookahead decoding", 0, instead=_OTHER_DRAFTS),
+    _unbuilt("lookahead_window_size", integer(0), "lookahead decoding", 0, instead=FROM_EARLIER_TOKENS),
+    _unbuilt("lookahead_ngram_size", integer(0), "lookahead decoding", 0, instead=FROM_EARLIER_TOKENS),
+    _unbuilt(
+        "lookahead_verification_set_size", integer(0), "lookahead decoding", 0, instead=FROM_EARLIER_TOKENS
+    ),
     _unbuilt(
         "medusa_choices",
         TEXT,
         "draft tree of Medusa heads",
-        instead="Medusa heads are not read; an EAGLE-3 head (speculative_model_dir) or the checkpoint's own head "
-        "(speculative_decoding_mode mtp) drafts a chain of tokens",
+        instead=OTHER_METHODS["medusa"],
     ),
     _unbuilt("gpu_weights_percent", share(), "weights kept on the GPU", 1.0),
     _unbuilt("enable_context_fmha_fp32_acc", BOOLEAN, "TensorRT engines", False),

@@ -109,3 +109,42 @@ OTHER_NAMES: Mapping[str, OtherNames] = {
     "logits_post_processor_module": OtherNames("", "--logits-processors", "logits_post_processor_config"),
 }
 """The names by key of config.pbtxt. Parameters that are not in it have no other name."""
+
+_OWN_TOKENS = (
+    "a draft token is accepted if it is the model's own token, so leave it out; an EAGLE-3 head is set by "
+    "speculative_model_dir"
+)
+_CHAINS = (
+    "drafts are chains and not trees, so leave it out; speculative_decoding_mode eagle3:K sets their length"
+)
+NOT_NEEDED: Mapping[str, str] = {
+    "posterior_threshold": _OWN_TOKENS,
+    "greedy_sampling": _OWN_TOKENS,
+    "typical_acceptance": _OWN_TOKENS,
+    "use_dynamic_tree": _CHAINS,
+    "dynamic_tree_max_topk": _CHAINS,
+}
+"""Advice for settings of TensorRT-LLM that have no parameter here, by their names in lower case."""
+
+
+def in_other_words(name: str) -> str | None:
+    """Return what another server's setting is here, as the end of an error about it; None if it is no such name.
+
+    Args:
+        name: A field of TensorRT-LLM's LlmArgs, with or without its parents, or a flag of vLLM without the dashes.
+    """
+    word = name.replace("-", "_")
+    if reason := NOT_NEEDED.get(word.lower()):
+        return reason
+    keys = [key for key, names in OTHER_NAMES.items() if word in _words(names)]
+    return f"here it is {' or '.join(map(_with_flag, keys))}" if keys else None
+
+
+def _words(names: OtherNames) -> set[str]:
+    flags = {flag.lstrip("-").replace("-", "_") for flag in names.vllm.split(", ")}
+    return (flags | {names.tensorrt_llm, names.tensorrt_llm.rpartition(".")[2]}) - {""}
+
+
+def _with_flag(key: str) -> str:
+    flag = OTHER_NAMES[key].flag
+    return f"{key} ({flag})" if flag else key

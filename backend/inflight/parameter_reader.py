@@ -6,7 +6,6 @@ known; otherwise ConfigError is raised, with all problems in one message.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +24,8 @@ from inflight.config import (
     Speculation,
 )
 from inflight.errors import ConfigError
+from inflight.near_words import nearest
+from inflight.parameter_names import in_other_words
 from inflight.parameter_spec import declared_rows
 
 OLD_NAMES: Mapping[str, str] = {
@@ -165,6 +166,6 @@ def _queue_bound(model_config: Mapping[str, Any]) -> int:
 
 
 def _unknown(key: str, text: str, known: Mapping[str, ParameterSpec]) -> str:
-    near = difflib.get_close_matches(key, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(sorted(known))}"
-    return f"{key}: got {text!r}, but there is no such parameter; {hint}"
+    near = nearest(key, known)
+    hint = f"did you mean {near}?" if near else f"expected one of {', '.join(sorted(known))}"
+    return f"{key}: got {text!r}, but there is no such parameter; {in_other_words(key) or hint}"

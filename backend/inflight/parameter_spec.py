@@ -34,11 +34,13 @@ class ParameterKind:
         convert: Function that converts a text to a value; it raises ValueError if the text is not of the
             type.
         accepts: Function that returns whether a value is of the type and within the range.
+        instead: Advice for values of other servers, by the value in lower case with underscores.
     """
 
     expected: str
     convert: Callable[[str], Any]
     accepts: Callable[[Any], bool]
+    instead: Mapping[str, str] = field(default_factory=dict[str, str], compare=False)
 
     def parse(self, text: str) -> Any:
         """Return the value of `text`; raise ValueError if it is not accepted."""
@@ -46,6 +48,11 @@ class ParameterKind:
         if not self.accepts(value):
             raise ValueError(text)
         return value
+
+    def expectation(self, text: str) -> str:
+        """Return the allowed values, and what to use if the refused `text` is another server's value."""
+        advice = self.instead.get(text.partition(":")[0].lower().replace("-", "_"))
+        return f"{self.expected}; {advice}" if advice else self.expected
 
 
 def integer(minimum: int) -> ParameterKind:
@@ -214,11 +221,38 @@ CHOICES = ParameterKind(
     lambda value: 1 <= value <= MAX_DRAFT_TOKENS,
 )
 
+FROM_EARLIER_TOKENS = (
+    "speculative_decoding_mode prompt-lookup:K or suffix:K drafts without a draft model, from earlier tokens"
+)
+BY_OTHER_HEADS = (
+    "an EAGLE-3 head (speculative_model_dir) or the checkpoint's own head (speculative_decoding_mode mtp) drafts "
+    "a chain of tokens"
+)
+_BY_A_MODEL = "a draft model is an engine of its own, tensorrt_llm_draft_model_name of tensorrt_llm_bls"
+OTHER_METHODS: Mapping[str, str] = {
+    "lookahead": FROM_EARLIER_TOKENS,
+    "lookahead_decoding": FROM_EARLIER_TOKENS,
+    "ngram": FROM_EARLIER_TOKENS,
+    "prompt_lookup": FROM_EARLIER_TOKENS,
+    "medusa": f"Medusa heads are not read; {BY_OTHER_HEADS}",
+    "redrafter": f"ReDrafter heads are not read; {BY_OTHER_HEADS}",
+    "explicit_draft_tokens": f"ReDrafter heads are not read; {BY_OTHER_HEADS}",
+    "eagle": f"heads of EAGLE and EAGLE-2 are not read; {BY_OTHER_HEADS}",
+    "eagle2": f"heads of EAGLE and EAGLE-2 are not read; {BY_OTHER_HEADS}",
+    "draft_model": _BY_A_MODEL,
+    "draft_target": _BY_A_MODEL,
+    "draft_target_model": _BY_A_MODEL,
+    "draft_tokens_external": _BY_A_MODEL,
+    "external_draft_tokens": _BY_A_MODEL,
+}
+"""Advice for other servers' methods of drafting tokens, by their names in lower case with underscores."""
+
 SPECULATION = ParameterKind(
     "none, prompt-lookup, suffix, mtp or eagle3; after the last four, :K sets the tokens of a draft, 0 to "
     f"{MAX_DRAFT_TOKENS}",
     Speculation.parse,
     lambda value: value is None or 0 <= value.num_tokens <= MAX_DRAFT_TOKENS,
+    OTHER_METHODS,
 )
 
 
@@ -389,7 +423,7 @@ class ParameterSpec:
             value = self.kind.parse(text)
         except ValueError:
             complaint = self.complaint.format(key=self.key, text=text)
-            raise ConfigError(f"{complaint}, expected {self.kind.expected}") from None
+            raise ConfigError(f"{complaint}, expected {self.kind.expectation(text)}") from None
         if self.neutral is not None and value not in self.neutral:
             raise ConfigError(
                 f"{self.key}: got {text!r}, which is not available in this version; {self._neutral_advice}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from inflight.arguments import Parser, program_name
+from inflight.arguments import Parser, program_name, whole
 from inflight.errors import InflightError
 
 
@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "trace", type=Path, metavar="TRACE", help="the file that the parameter record_path wrote"
     )
-    parser.add_argument("--until", type=int, metavar="ITERATION", help="the last iteration to replay")
+    parser.add_argument("--until", type=whole, metavar="ITERATION", help="the last iteration to replay")
     parser.add_argument(
         "--state",
         action="store_true",

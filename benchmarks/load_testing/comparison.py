@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.analyzer import TIMEOUT_S, analyze
-from benchmarks.measuring.options import Options, engine_settings, new_parser, positive
+from benchmarks.measuring.options import Options, engine_settings, new_parser
 from benchmarks.measuring.report import Percentiles, Timeline, medians
 from benchmarks.measuring.setup import Setup
 from benchmarks.measuring.workload import BenchRequest
+from inflight.arguments import positive
 from inflight.models import read_model_description
 from inflight.processors import Processors
 from inflight.server.client_apis import ClientApis
@@ -108,7 +109,7 @@ def parser(name: str, docstring: str | None) -> argparse.ArgumentParser:
     """Make the parser with the options of both programs."""
     made = new_parser(name, docstring)
     add = made.add_argument
-    add("--model", type=Path, required=True, help="checkpoint folder, with a tokenizer")
+    add("--model", type=Path, required=True, metavar="DIR", help="checkpoint folder, with a tokenizer")
     add(
         "--streams",
         type=positive,

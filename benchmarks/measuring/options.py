@@ -7,13 +7,15 @@ every round sends the same prompts again.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.measuring.workload import BenchRequest, WorkloadName
-from inflight.arguments import program_name
+from inflight.arguments import Parser, positive, program_name, whole
 from inflight.processors import Processors
+from inflight.server.option_types import setting
 
 _DEFAULT_REQUESTS: Mapping[WorkloadName, int] = {"w": 64, "lone": 4}
 _MAX_SEQUENCE_LENGTH = 1024
@@ -69,41 +71,26 @@ class Options:
         )
 
 
-def new_parser(name: str, docstring: str | None, allow_abbrev: bool = True) -> argparse.ArgumentParser:
+def new_parser(name: str, docstring: str | None) -> argparse.ArgumentParser:
     """Make the parser of `scripts/bench NAME`, described by the first line of the program's docstring."""
     description = (docstring or "").partition("\n")[0]
-    return argparse.ArgumentParser(
-        prog=f"{program_name('scripts/bench')} {name}", description=description, allow_abbrev=allow_abbrev
-    )
+    return Parser(prog=f"{program_name('scripts/bench')} {name}", description=description)
 
 
-def positive(text: str) -> int:
-    """Parse an integer of at least 1, for argparse."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"got {value}, expected at least 1")
+def duration(text: str) -> float:
+    """Parse a number above 0. A type of options."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
     return value
-
-
-def not_negative(text: str) -> int:
-    """Parse an integer of at least 0, for argparse."""
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"got {value}, expected at least 0")
-    return value
-
-
-def _key_and_value(text: str) -> tuple[str, str]:
-    """Parse KEY=VALUE, for argparse."""
-    key, is_given, value = text.partition("=")
-    if not (key and is_given):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected KEY=VALUE")
-    return key, value
 
 
 def add_options(parser: argparse.ArgumentParser, concurrency: int) -> None:
     """Add the options that `Options.of` reads; `concurrency` is the default."""
-    parser.add_argument("--model", type=Path, required=True, help="checkpoint folder")
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="checkpoint folder")
     parser.add_argument(
         "--workload",
         choices=("w", "lone"),
@@ -113,7 +100,7 @@ def add_options(parser: argparse.ArgumentParser, concurrency: int) -> None:
     parser.add_argument("--requests", type=positive, help="number of requests; default: 64, for lone 4")
     parser.add_argument(
         "--concurrency",
-        type=not_negative,
+        type=whole,
         default=concurrency,
         help="maximum number of requests in flight; 0: all at once; always 1 for lone",
     )
@@ -126,7 +113,7 @@ def add_options(parser: argparse.ArgumentParser, concurrency: int) -> None:
     parser.add_argument("--rounds", type=positive, default=1, help="rounds; figures are their medians")
     parser.add_argument(
         "--set",
-        type=_key_and_value,
+        type=setting,
         action="append",
         default=[],
         metavar="KEY=VALUE",

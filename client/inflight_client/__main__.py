@@ -14,8 +14,9 @@ import sys
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from importlib import metadata
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
+from inflight_client.arguments import Parser
 from inflight_client.chat import chat
 from inflight_client.errors import ServerError
 from inflight_client.guide import GUIDE_TYPES, Guide
@@ -157,19 +158,16 @@ def _installation() -> str:
     return f"pip install {package}"
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser, also of each subcommand, that answers an error with one line and no list of options."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n{self.prog} --help lists the options\n")
-
-
 def _parse(arguments: Seq[str] | None) -> argparse.Namespace:
     program = sys.argv[0] if _is_command_of_inflight() else "python -m inflight_client"
-    parser = _Parser(prog=program, description="Ask the server for text.")
+    parser = Parser(
+        "generate 'The capital of France is'", prog=program, description="Ask the server for text."
+    )
     parser.add_argument("--version", action="version", version=f"inflight {_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    generate = commands.add_parser("generate", help="continue a prompt and print the answer")
+    generate = commands.add_parser(
+        "generate", example="'The capital of France is'", help="continue a prompt and print the answer"
+    )
     generate.set_defaults(run=_generate)
     _add_request(generate)
     _add_choosing(generate)
@@ -204,9 +202,11 @@ def _add_chat(command: argparse.ArgumentParser) -> None:
     command.add_argument("--max-tokens", type=int, metavar="N", help="maximum number of tokens of an answer")
 
 
-def _add_convert_lora(commands: argparse._SubParsersAction[_Parser]) -> None:
+def _add_convert_lora(commands: argparse._SubParsersAction[Parser]) -> None:
     convert = commands.add_parser(
-        "convert-lora", help="write a PEFT folder's adapter as the arrays lora_weights and lora_config"
+        "convert-lora",
+        example="PEFT_FOLDER OUT",
+        help="write a PEFT folder's adapter as the arrays lora_weights and lora_config",
     )
     convert.set_defaults(run=_convert_lora)
     convert.add_argument("folder", metavar="PEFT_FOLDER", help="the folder written by PEFT's save_pretrained")

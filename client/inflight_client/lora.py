@@ -76,15 +76,18 @@ def convert_lora(folder: Path | str, out: Path | str, dtype: LoraType = "float16
     """Convert a PEFT folder's adapter to the two files in `out`, bfloat16 as two raw bytes per value.
 
     Raises:
-        ValueError: See `load_lora`.
+        ValueError: See `load_lora`; also if `out` cannot be written.
     """
     weights, config = _convert(Path(folder), dtype)
     if dtype == "bfloat16":
         weights = (weights.view("<u4") >> 16).astype("<u2").view("V2")
     out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
-    np.save(out / WEIGHTS_FILE, weights)
-    np.save(out / CONFIG_FILE, config)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        np.save(out / WEIGHTS_FILE, weights)
+        np.save(out / CONFIG_FILE, config)
+    except OSError as error:
+        raise ValueError(f"out is {str(out)!r}, where no file can be written: {error.strerror}") from error
 
 
 # ---------------------------------------------------------------------- PEFT folders

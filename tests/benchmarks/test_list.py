@@ -16,6 +16,14 @@ _SCRIPT = Path(__file__).resolve().parents[2] / "scripts/bench"
 _PROGRAMS = Path(benchmarks.__file__).parent
 
 
+NAMES = sorted(
+    path.stem
+    for path in _PROGRAMS.glob("*.py")
+    if "__main__" in path.read_text() and not path.stem.endswith("_program")
+)
+NAMES_SHOWN = {"genai_perf": "genai-perf"}
+
+
 def _bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([_SCRIPT, *arguments], capture_output=True, text=True)
 
@@ -31,20 +39,68 @@ def test_help_lists_the_benchmarks_with_their_purposes():
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize(
-    "name",
-    sorted(
-        path.stem
-        for path in _PROGRAMS.glob("*.py")
-        if "__main__" in path.read_text() and not path.stem.endswith("_program")
-    ),
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_benchmark_has_help(name, monkeypatch, capsys):
     """Smoke test of the benchmarks that have no other test."""
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit) as ended:
         importlib.import_module(f"benchmarks.{name}").main()
     assert ended.value.code == 0 and "usage: " in capsys.readouterr().out
+
+
+def said_by(name, arguments, monkeypatch, capsys):
+    """Return the first line that a benchmark writes about a wrong command line."""
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"benchmarks.{name}").main()
+    written = capsys.readouterr().err
+    assert ended.value.code == 2 and written.count("\n") == 2, written
+    return written.partition("\n")[0]
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", NAMES)
+def test_every_benchmark_answers_an_unknown_option_with_one_line(name, monkeypatch, capsys):
+    said = said_by(name, ["--versio"], monkeypatch, capsys)
+    shown = NAMES_SHOWN.get(name, name)
+    assert said.removeprefix(f"scripts/bench {shown}: error: ") == (
+        "unrecognized arguments: --versio (did you mean --version?)"
+    )
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    "name", ["offline", "serve", "compare", "aiperf", "genai_perf", "startup", "decode_share"]
+)
+def test_a_benchmark_without_its_model_shows_an_example(name, monkeypatch, capsys):
+    shown = NAMES_SHOWN.get(name, name)
+    assert said_by(name, [], monkeypatch, capsys).removeprefix(f"scripts/bench {shown}: error: ") == (
+        f"the following arguments are required: --model, as in scripts/bench {shown} --model DIR"
+    )
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("offline", ["--model", "x", "--rounds", "0"], "--rounds: expected a whole number from 1, got '0'"),
+        ("sampling", ["--rows", "ten"], "--rows: expected a whole number from 1, got 'ten'"),
+        ("idle", ["--seconds", "-1"], "--seconds: expected a number above 0, got '-1'"),
+        ("loop", ["--send-us", "x"], "--send-us: expected a number, got 'x'"),
+        (
+            "profile",
+            ["--out", "/proc/x"],
+            "--out: expected a folder that can be written, got '/proc/x': no file",
+        ),
+        (
+            "soak",
+            ["--csv", "/proc/x/y"],
+            "--csv: expected a file that can be written, got '/proc/x/y': there is no",
+        ),
+    ],
+)
+def test_a_wrong_value_is_answered_with_what_was_expected(name, given, said, monkeypatch, capsys):
+    assert f"argument {said}" in said_by(name, given, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("arguments", [(), ("offlin",), ("ranks_program",), ("../bench/offline",)])

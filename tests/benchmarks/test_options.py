@@ -31,7 +31,7 @@ def test_by_default_all_requests_are_in_flight_at_once():
 def test_a_negative_concurrency_is_refused(capsys):
     with pytest.raises(SystemExit):
         options("--concurrency", "-1")
-    assert "--concurrency: got -1, expected at least 0" in capsys.readouterr().err
+    assert "--concurrency: expected a whole number from 0, got '-1'" in capsys.readouterr().err
 
 
 def test_lone_requests_are_one_at_a_time_whatever_the_concurrency():
@@ -52,7 +52,7 @@ def test_other_parameters_are_given_by_set(capsys):
     assert (settings["kv_cache_dtype"], settings["tokens_per_block"]) == ("int8", "16")
     with pytest.raises(SystemExit):
         options("--set", "kv_cache_dtype")
-    assert "got 'kv_cache_dtype', expected KEY=VALUE" in capsys.readouterr().err
+    assert "expected KEY=VALUE, got 'kv_cache_dtype'" in capsys.readouterr().err
 
 
 @pytest.mark.smoke

@@ -131,6 +131,47 @@ def test_an_unfinished_file_of_a_killed_process_is_removed(tmp_path):
     assert files_in(tmp_path).keys() == (digest_of(1),) and not unfinished.exists()
 
 
+@pytest.mark.parametrize("place", ["", "3f"])
+def test_what_others_have_put_into_the_folder_is_left_alone(tmp_path, place):
+    first = files_in(tmp_path)
+    save(first, 1)
+    first.close()
+    folder = tmp_path / IDENTITY / place
+    names = ["a.new", f"{'3f' * 16}.new", "3f" * 16, "notes"]
+    for name in names:
+        (folder / name).mkdir(parents=True)
+    (folder / "link").symlink_to(tmp_path / "nowhere")
+    second = files_in(tmp_path)
+    assert second.keys() == (digest_of(1),) and all((folder / name).is_dir() for name in names)
+
+
+def test_a_folder_that_is_removed_under_a_server_is_made_and_locked_again(tmp_path, caplog):
+    files = files_in(tmp_path)
+    save(files, 1)
+    shutil.rmtree(tmp_path / IDENTITY)
+    assert not read(files, 1)
+    save(files, 2, 3)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"{tmp_path / IDENTITY} was removed while this server saves KV blocks in it: its blocks are lost, and "
+        "further ones are saved in a new folder of that name"
+    )
+    assert read(files, 2) and read(files, 3)
+    with pytest.raises(ConfigError, match="another server uses the blocks"):
+        files_in(tmp_path)
+
+
+def test_the_log_says_if_another_server_has_taken_the_removed_folder(tmp_path, caplog):
+    files = files_in(tmp_path)
+    shutil.rmtree(tmp_path / IDENTITY)
+    other = files_in(tmp_path)
+    save(files, 1, 2)
+    (record,) = caplog.records
+    assert record.getMessage().endswith(", which another server uses for the same model meanwhile")
+    files.close()
+    other.close()
+
+
 def test_blocks_of_another_identity_are_not_found(tmp_path):
     save(files_in(tmp_path, OTHER), 1)
     assert not read(files_in(tmp_path), 1)

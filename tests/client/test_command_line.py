@@ -222,16 +222,35 @@ def test_a_closed_pipe_ends_the_command(server: FakeServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("given", "said"),
     [
-        (["generate", "x", "--max-tokens", "many"], "argument --max-tokens: invalid int value: 'many'"),
-        (["generat", "x"], "invalid choice: 'generat' (choose from "),
-        (["generate", "x", "--max-token", "5", "--maxtokens", "5"], "unrecognized arguments: --maxtokens 5"),
+        (
+            ["generate", "x", "--max-tokens", "ten"],
+            "argument --max-tokens: expected a whole number, got 'ten'",
+        ),
+        (["generate", "x", "--temperature", "hot"], "argument --temperature: expected a number, got 'hot'"),
+        (["generate", "x", "--top-k", "1.5"], "argument --top-k: expected a whole number, got '1.5'"),
+        (["generate", "x", "--n", ""], "argument --n: expected a whole number, got ''"),
+        (["chat", "--max-tokens", "ten"], "argument --max-tokens: expected a whole number, got 'ten'"),
+        (["generate", "x", "--max-token", "5"], "--max-token 5 (did you mean --max-tokens?)"),
+        (["generate", "--promt", "x"], "unrecognized arguments: --promt"),
+        (["state", "--ulr=x"], "unrecognized arguments: --ulr=x (did you mean --url?)"),
+        (["--versoin"], "unrecognized arguments: --versoin (did you mean --version?)"),
+        (["generat", "x"], "got 'generat'; did you mean generate? choose from generate, state, chat,"),
+        (
+            ["generate"],
+            "one of the arguments prompt --ids is required, as in: python -m inflight_client generate "
+            "'The capital of France is'",
+        ),
+        (
+            ["convert-lora", "a"],
+            "required: OUT, as in: python -m inflight_client convert-lora PEFT_FOLDER OUT",
+        ),
     ],
 )
-def test_wrong_usage_is_answered_in_two_lines(arguments: list[str], says: str, capsys) -> None:
+def test_wrong_usage_is_answered_in_two_lines(given: list[str], said: str, capsys) -> None:
     with pytest.raises(SystemExit) as status:
-        main(arguments)
+        main(given)
     error, hint = capsys.readouterr().err.splitlines()
     assert status.value.code == 2
-    assert says in error and hint.endswith("--help lists the options")
+    assert said in error and hint.endswith("--help lists the options")

@@ -69,7 +69,7 @@ def test_the_error_for_a_prompt_too_long_for_an_iteration_names_the_remedy(lengt
         (make_request(prompt=(1, 100)), ["input_ids", "[0, 99]", "got 100", "position 1"]),
         (make_request(prompt=(1, -3)), ["input_ids", "got -3"]),
         (make_request(end_ids=(100,)), ["end_id", "[0, 99]", "got 100"]),
-        (make_request(end_ids=(3, -1)), ["end_id must be in [0, 99], got -1;", "empty end_ids"]),
+        (make_request(end_ids=(3, -1)), ["end_id must be a token id in [0, 99], got -1"]),
         (make_request(prompt=(1,) * 21), ["input_ids", "21 tokens", "at most 20"]),
         (make_request(prompt=(1,) * 20, new=13), ["request_output_len 13", "holds 24", "at most 5"]),
         (make_request(prompt=(1,) * 20, new=6), ["request_output_len", "24", "at most 5"]),

@@ -152,13 +152,22 @@ def test_a_requested_local_build_is_reported(compiler: Path, monkeypatch: pytest
     assert {each.mend for each in found} == {"unset INFLIGHT_CPU_BUILD"}
 
 
+def test_wrong_environment_variables_are_red_and_those_of_others_yellow():
+    given = {"INFLIGHT_CPU_TARGT": "avx2", "INFLIGHT_ACCESS_LOG": "no", "INFLIGHT_MODEL": "x"}
+    value, name, other = machine.check_environment(given)
+    assert (value.level, name.level, other.level) == (RED, RED, YELLOW)
+    assert "INFLIGHT_ACCESS_LOG is 'no', expected 0 or 1" in value.says
+    assert "did you mean INFLIGHT_CPU_TARGET?" in name.says and "INFLIGHT_MODEL has no effect" in other.says
+
+
 @pytest.mark.parametrize("target", ["avx2", "neon"])
 def test_an_impossible_target_of_layers_is_reported(
     compiler: Path, monkeypatch: pytest.MonkeyPatch, target: str
 ):
     monkeypatch.setenv("INFLIGHT_CPU_TARGET", target)
     found = list(machine.check_layers(has_gpu=False))
-    assert {(each.level, each.mend) for each in found} == {(YELLOW, "unset INFLIGHT_CPU_TARGET")}
+    level = YELLOW if target == "avx2" else RED  # another architecture's target is no value at all
+    assert {(each.level, each.mend) for each in found} == {(level, "unset INFLIGHT_CPU_TARGET")}
     assert all(target in each.says for each in found)
 
 

@@ -176,7 +176,11 @@ def test_guided_decoding_becomes_a_guide(options: dict[str, Any], guide: Guide) 
         ),
         ({"stop_conditions": {"max_tokens": 254}}, TooLong, "max_tokens is 254"),
         ({"stop_conditions": {"max_tokens": 0}}, InvalidArgument, "max_tokens must be at least 1"),
-        ({"stop_conditions": {"stop_token_ids": [5000]}}, InvalidArgument, "stop_token_ids must be in"),
+        (
+            {"stop_conditions": {"stop_token_ids": [5000]}},
+            InvalidArgument,
+            "stop_token_ids must be a token id in",
+        ),
         ({"output_options": {"prompt_logprobs": 0}}, Unsupported, "prompt_logprobs is not supported"),
         ({"output_options": {"logprobs": 2000}}, InvalidArgument, "logprobs must be in"),
         ({"token_ids": [5000]}, InvalidArgument, "prompt must be in"),

@@ -303,7 +303,7 @@ def test_retention_of_generated_tokens_has_the_originals_default() -> None:
     ("fields", "message"),
     [
         ({"stop_words": [[]]}, "stop_words has an empty word"),
-        ({"end_id": 10}, "end_id must be in"),
+        ({"end_id": 10}, "end_id must be a token id in"),
         ({"sampling_config": trtllm.SamplingConfig(5)}, "beam_width must be at most 4"),
     ],
 )

@@ -55,7 +55,7 @@ ASKED: dict[str, Any] = {"model": "demo", "prompt": "def f():", "max_tokens": 4}
         ({"best_of": 3}, "best_of", "unsupported_parameter"),
         ({"include_stop_str_in_output": True}, "include_stop_str_in_output", "unsupported_parameter"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
-        ({"stream": True, "stream_options": {"usage": True}}, "usage", "unknown_parameter"),
+        ({"stream": True, "stream_options": {"usage": True}}, "stream_options", "unknown_parameter"),
         (
             {"stream": True, "stream_options": {"continuous_usage_stats": True}},
             "stream_options",

@@ -273,7 +273,7 @@ URL = "messages[0].content[0].image_url.url"
     [
         (user({"type": "image_url"}), f"{URL} is missing"),
         (user({"type": "image_url", "image_url": {}}), f"{URL} is missing"),
-        (user({"type": "image_url", "image_url": {"url": 5}}), f"{URL} is missing or no text"),
+        (user({"type": "image_url", "image_url": {"url": 5}}), f"{URL} is 5, expected a text"),
         (user(part(b"x", detail="most")), "image_url.detail is 'most', expected one of auto, low, high"),
         (
             user(text("x"), {"type": "image_url", "image_url": {"url": "x"}}),

@@ -530,7 +530,12 @@ PART = {"role": "user", "content": "x"}
             "invalid_value",
             "text.format.schema is missing",
         ),
-        ({"text": {"fromat": {}}}, "fromat", "unknown_parameter", "did you mean format?"),
+        (
+            {"text": {"fromat": {}}},
+            "text",
+            "unknown_parameter",
+            "field text.fromat: ",
+        ),
         (
             {"reasoning": {"effort": "low"}},
             "reasoning",

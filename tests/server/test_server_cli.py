@@ -41,7 +41,9 @@ def test_the_method_of_drafting_is_checked_and_passed_on(capsys: pytest.CaptureF
     assert cli.parse(["--speculate", "suffix:4"]).wanted.speculate == "suffix:4"
     with pytest.raises(SystemExit):
         cli.parse(["--speculate", "ngram"])
-    assert "--speculate: expected none, prompt-lookup, suffix, mtp or eagle3" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "--speculate: got 'ngram', expected none, prompt-lookup, suffix, mtp or eagle3" in said
+    assert "speculative_decoding_mode prompt-lookup:K or suffix:K drafts without a draft model" in said
 
 
 def test_a_draft_model_implies_eagle3() -> None:

@@ -26,7 +26,7 @@ def test_a_file_in_the_place_of_the_folder_is_refused(
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit):
         main(["--out", str(tmp_path / "file")])
-    assert f"--out {tmp_path}/file: expected a folder, got a file" in capsys.readouterr().err
+    assert f"--out: expected a folder that can be written, got '{tmp_path}/file': " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)

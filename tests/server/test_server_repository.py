@@ -242,6 +242,12 @@ def test_max_queue_size_sets_no_dynamic_batcher_of_triton(tmp_path: Path) -> Non
 def test_an_unknown_key_is_refused_with_similar_keys() -> None:
     with pytest.raises(OptionError, match=r"'polcy'.*did you mean policy\?"):
         filled(Wanted(settings={"polcy": "b"}))
+    with pytest.raises(
+        OptionError, match=r"'posterior_threshold'.*a draft token is accepted if it is the model's"
+    ):
+        filled(Wanted(settings={"posterior_threshold": "0.09"}))
+    with pytest.raises(OptionError, match=r"'max_seq_len'.*; here it is max_sequence_length$"):
+        filled(Wanted(settings={"max_seq_len": "5"}))
     with pytest.raises(OptionError, match=r"'xyzzy'.*; docs/settings.md lists the parameters$"):
         filled(Wanted(settings={"xyzzy": "b"}))
     with pytest.raises(OptionError, match=r"it is a field of requests: set temperature in each request$"):

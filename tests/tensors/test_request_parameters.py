@@ -208,7 +208,7 @@ def test_the_end_ids_parameter_replaces_the_default_and_not_the_tensor() -> None
     assert converted(several, end_id=5)[0].end_ids == (5,)
     assert converted(several, end_id=-1)[0].end_ids == ()
     assert converted(RequestParameters(end_ids=()))[0].end_ids == ()
-    with pytest.raises(InvalidArgument, match="end_id must be in"):
+    with pytest.raises(InvalidArgument, match="end_id must be a token id in"):
         converted(RequestParameters(end_ids=(3, 10**6)))
 
 

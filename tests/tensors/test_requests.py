@@ -145,8 +145,8 @@ REFUSED: list[tuple[dict[str, object], type[InflightError], str]] = [
     ({"input_ids": [[-1]]}, InvalidArgument, r"input_ids must be in \[0, 999\], got -1 at position 0"),
     ({"input_ids": [list(range(61))]}, InvalidArgument, "input_ids has 61 tokens"),
     ({"input_ids": [[1, 2], [3, 4]]}, InvalidArgument, "request_output_len has 1 rows and input_ids has 2"),
-    ({"end_id": 1000}, InvalidArgument, r"end_id must be in \[0, 999\], got 1000"),
-    ({"end_id": -2}, InvalidArgument, r"end_id must be in \[0, 999\], got -2; no end id is -1"),
+    ({"end_id": 1000}, InvalidArgument, r"end_id must be a token id in \[0, 999\], got 1000"),
+    ({"end_id": -2}, InvalidArgument, r"end_id must be a token id, or -1 for none, got -2"),
     ({"pad_id": -2}, InvalidArgument, "pad_id must be >= -1"),
     (
         {"temperature": float("nan")},

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from inflight.arguments import Parser, program_name
+from inflight.arguments import Parser, output_folder, program_name
 from inflight.core.request.adapter import ITEM_SIZES
 from inflight.errors import InflightError
 
@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
         "folder", type=Path, metavar="PEFT_FOLDER", help="the folder written by PEFT's save_pretrained"
     )
     parser.add_argument(
-        "out", type=Path, metavar="OUT", help="the folder for both files; created if it is missing"
+        "out", type=output_folder, metavar="OUT", help="the folder for both files; created if it is missing"
     )
     parser.add_argument(
         "--model",

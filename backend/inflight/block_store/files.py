@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import re
 import shutil
@@ -33,6 +34,7 @@ from inflight.errors import ConfigError
 
 CHECK_BYTES = 16
 """Bytes of the digest at the end of each file."""
+_log = logging.getLogger(__name__)
 _KEY = re.compile("[0-9a-f]{32}")  # of a file, and the name of an identity
 _LOCK = "lock"
 _UNFINISHED = ".new"
@@ -102,8 +104,9 @@ class BlockFiles:
                 self.close()
                 raise
         except OSError as error:
+            where = "" if error.filename in (None, str(folder)) else f"{error.filename}: "
             raise ConfigError(
-                f"kv_cache_dir is {str(folder)!r}, which cannot be used: {error.strerror or error}"
+                f"kv_cache_dir is {str(folder)!r}, which cannot be used: {where}{error.strerror or error}"
             ) from error
 
     def keys(self) -> tuple[bytes, ...]:
@@ -123,6 +126,7 @@ class BlockFiles:
         """
         path = self._path(key)
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # someone may have removed it
+        self._keep_locked()
         path.parent.mkdir(mode=0o700, exist_ok=True)
         unfinished = path.with_name(path.name + _UNFINISHED)
         try:
@@ -190,6 +194,21 @@ class BlockFiles:
         if file is not None:
             os.close(file)
 
+    def _keep_locked(self) -> None:
+        """Lock the folder again, and say so in the log, if someone has removed the lock with the folder."""
+        if self._lock_file is None or os.fstat(self._lock_file).st_nlink:
+            return
+        new = _lock(self._folder / _LOCK)
+        os.close(self._lock_file)
+        self._lock_file = new
+        other = "" if new is not None else ", which another server uses for the same model meanwhile"
+        _log.warning(
+            "%s was removed while this server saves KV blocks in it: its blocks are lost, and further ones are "
+            "saved in a new folder of that name%s",
+            self._folder,
+            other,
+        )
+
     def _path(self, key: bytes) -> Path:
         name = key.hex()
         return self._folder / name[:2] / name
@@ -221,7 +240,7 @@ class BlockFiles:
                 if _KEY.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                     status = entry.stat()
                     found.append((status.st_mtime, bytes.fromhex(entry.name), status.st_size))
-                elif entry.name.endswith(_UNFINISHED):
+                elif entry.name.endswith(_UNFINISHED) and entry.is_file(follow_symlinks=False):
                     os.unlink(entry.path)
         for used_at, key, size in sorted(found):
             self._files[key] = _SavedFile(size, used_at)

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from inflight.arguments import Parser, program_name
+from inflight.arguments import Parser, port, program_name
 from inflight.doctor import disks, machine, network, output, programs
 from inflight.doctor.checkpoint import check_checkpoint
 from inflight.doctor.finding import Finding, Level, examine, worst
 from inflight.server.errors import OptionError
-from inflight.server.option_types import add_checkpoint, choose_model, port, setting
+from inflight.server.option_types import add_checkpoint, choose_model, setting
 
 _PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002, "openai": 9000}
 
@@ -42,6 +42,7 @@ def _checks(given: argparse.Namespace) -> list[tuple[str, Callable[[], Iterable[
         ("packages", machine.check_packages),
         ("processors", machine.check_processors),
         ("memory", machine.check_memory),
+        ("environment", machine.check_environment),
         ("GPU", machine.check_driver),
         ("torch", partial(programs.check_torch, has_gpu)),
         ("CPU layers", partial(machine.check_layers, has_gpu)),
@@ -75,6 +76,7 @@ def _demo_model() -> Path:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
+        checks_environment=False,  # it is one of the checks
         prog=program_name("scripts/doctor"),
         description="Check whether this machine can serve: green, yellow or red, with fixes. Starts nothing.",
     )

@@ -13,7 +13,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from inflight import environment
 from inflight.doctor.finding import INSTALL, Finding, green, red, yellow
+from inflight.errors import ConfigError
 from inflight.processors import Processors
 
 _OLDEST, _NEWEST = (3, 10), (3, 12)
@@ -88,6 +90,14 @@ def check_memory(root: Path = _ROOT) -> Iterator[Finding]:
         yield green("memory", says)
 
 
+def check_environment(variables: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """Report environment variables of this package that have invalid values or unknown names."""
+    for fault in environment.faults(variables):
+        yield red("environment", fault, "docs/settings.md lists the environment variables")
+    for warning in environment.unused(variables):
+        yield yellow("environment", warning, "unset it if it was meant for this server")
+
+
 def check_layers(has_gpu: bool) -> Iterator[Finding]:
     """Report the source of the compiled layers for each kind of weights, or why torch's operators are used."""
     from inflight.engine.cpu.library import CannotBuild, describe_target, foresee
@@ -108,6 +118,8 @@ def check_layers(has_gpu: bool) -> Iterator[Finding]:
                 yield green(name, says)
         except CannotBuild as reason:
             yield yellow(name, f"torch's operators, which are slower: {reason}", _mend_layers(str(reason)))
+        except ConfigError as error:
+            yield red(name, str(error), _mend_layers(str(error)))
 
 
 def _mend_layers(reason: str) -> str:

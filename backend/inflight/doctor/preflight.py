@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from inflight import environment
+from inflight.arguments import why_not_writable
 from inflight.checkpoint_config import CheckpointFacts, ConfigFile, read_config_file
 from inflight.config import EngineConfig, Parameters
 from inflight.doctor.disks import MIN_TEMPORARY_BYTES
@@ -111,7 +114,8 @@ def unservable(folder: Path, implementation: str | None) -> str | None:
 
 
 def warnings(options: ServerOptions) -> Iterator[str]:
-    """Yield a warning for each feature that a server with these options will lack."""
+    """Yield a warning for each feature that a server with these options will lack, and for unused variables."""
+    yield from environment.unused(os.environ)
     model = options.wanted.model
     is_tokenizer_elsewhere = "tokenizer_dir" in options.wanted.settings
     if model is not None and not is_tokenizer_elsewhere and not (model / "tokenizer.json").exists():
@@ -207,16 +211,8 @@ def _saved_blocks(options: ServerOptions, folder: str | None) -> str | None:
         return "--kv-cache-disk limits the files in --kv-cache-dir, which is missing" if given else None
     if options.write_repository is not None:
         return None  # the folder may be one of another machine
-    existing = Path(folder)
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
-    if not existing.is_dir():
-        return f"--kv-cache-dir {folder}: {existing} is not a folder"
-    try:
-        tempfile.TemporaryFile(dir=existing).close()
-    except OSError as error:
-        return f"--kv-cache-dir {folder}: no file can be made in {existing}: {error.strerror}"
-    return None
+    reason = why_not_writable(Path(folder))
+    return f"--kv-cache-dir {folder}: {reason}" if reason else None
 
 
 def _family(options: ServerOptions, engine: EngineConfig | None) -> str | None:

@@ -23,7 +23,7 @@ from typing import TextIO
 import uvicorn
 
 from inflight.access_log import write_access_lines
-from inflight.arguments import Parser
+from inflight.arguments import Parser, port, seconds
 from inflight.core.ports import EngineClient
 from inflight.endpoint.client import SocketEngineClient
 from inflight.errors import InflightError
@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add(
         "--port",
-        type=int,
+        type=port,
         default=_DEFAULT_PORT,
         help="port (default: %(default)s; 0: any free one)",
     )
@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--pictures", type=Path, metavar="SOCKET", help="socket of the process that encodes pictures")
     add(
         "--exit-timeout",
-        type=int,
+        type=seconds,
         default=30,
         metavar="SECONDS",
         help="seconds that requests in flight get to finish (default: %(default)s)",

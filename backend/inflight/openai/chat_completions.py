@@ -74,7 +74,9 @@ def _prepare(
         and body.max_tokens != body.max_completion_tokens
     ):
         raise invalid(
-            "max_tokens", "max_tokens and max_completion_tokens mean the same, and differ: send one"
+            "max_tokens",
+            f"max_tokens is {body.max_tokens} and max_completion_tokens {body.max_completion_tokens}, which mean "
+            "the same: send one",
         )
     check_number_of_sequences(model, 1, body.n)
     chat = read_chat(model, body)

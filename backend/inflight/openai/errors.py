@@ -21,7 +21,6 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from inflight.arguments import nearest
 from inflight.core.request.sampling_config import CONTROLS
 from inflight.errors import (
     BadAdapter,
@@ -34,6 +33,7 @@ from inflight.errors import (
     Unsupported,
     unexpected,
 )
+from inflight.near_words import nearest
 from inflight.openai.messages.error_format import in_anthropics_format, is_of_messages
 
 _log = logging.getLogger(__name__)
@@ -237,19 +237,19 @@ def validation_error(error: pydantic.ValidationError) -> ApiError:
     first = errors[0]
     raised = first.get("ctx", {}).get("error")
     if isinstance(raised, _Refused):
-        return raised.error
-    places = [str(part) for part in first["loc"]]
+        return raised.error_in(_path(first["loc"])) if first["loc"] else raised.error
+    places: list[int | str] = list(first["loc"])
     if not places:
         return ApiError(f"the body: expected an object, got {_shown(first)}", 400, None, "invalid_value")
     if first["type"] == "missing":
-        return ApiError(f"{'.'.join(places)} is required", 400, _param(places), "missing")
+        return ApiError(f"{_path(places)} is required", 400, _param(places), "missing")
     message = _message(first)
     if places and places[-1] in _KINDS:  # a field of several types, with one error for each
         field, place = first["loc"][:-1], len(first["loc"]) - 1
         kinds = [_KINDS.get(str(one["loc"][place]), "") for one in errors if one["loc"][:place] == field]
         message = f"expected {' or '.join(filter(None, kinds))}, got {_shown(first)}"
         places.pop()
-    return ApiError(f"{'.'.join(places) or 'the body'}: {message}", 400, _param(places), "invalid_value")
+    return ApiError(f"{_path(places) or 'the body'}: {message}", 400, _param(places), "invalid_value")
 
 
 # Descriptions of the types that a field with several types may have, by pydantic's names of the types.
@@ -307,18 +307,42 @@ def _shown(error: dict[str, Any]) -> str:
     return shown if len(shown) < _SHOWN else shown[:_SHOWN] + "…"
 
 
-def _param(places: list[str]) -> str | None:
-    return places[0] if places else None
+def _param(places: Sequence[int | str]) -> str | None:
+    return str(places[0]) if places else None
+
+
+def _path(places: Sequence[int | str]) -> str:
+    """Return the path of a value in the body, such as messages[0].content."""
+    parts = [f"[{place}]" if isinstance(place, int) else f".{place}" for place in places]
+    return "".join(parts).removeprefix(".")
 
 
 class _Refused(ValueError):
-    """Wraps an ApiError that a pydantic validator raises, because pydantic passes on ValueErrors only."""
+    """Wraps an ApiError that a pydantic validator raises, because pydantic passes on ValueErrors only.
 
-    def __init__(self, error: ApiError) -> None:
+    Attributes:
+        error: The error, with the field's name in an object of the body.
+    """
+
+    def __init__(self, error: ApiError, is_of_field: bool) -> None:
         super().__init__(str(error))
         self.error = error
+        self._is_of_field = is_of_field
+
+    def error_in(self, path: str) -> ApiError:
+        """Return the error with the field's name in the body, if the object is the one at `path`."""
+        error, name = self.error, self.error.param
+        if not self._is_of_field or name is None:
+            return error
+        message = str(error).replace(f"{name}:", f"{path}.{name}:", 1)
+        return ApiError(message, error.status, path.partition(".")[0].partition("[")[0], error.error_code)
 
 
-def refused(error: ApiError) -> ValueError:
-    """Wrap `error` so that a validator may raise it."""
-    return _Refused(error)
+def refused(error: ApiError, is_of_field: bool = False) -> ValueError:
+    """Wrap `error` so that a validator may raise it.
+
+    Args:
+        error: The error.
+        is_of_field: Whether its message names a field as `name:`, without the object that has the field.
+    """
+    return _Refused(error, is_of_field)

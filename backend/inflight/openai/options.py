@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from inflight.arguments import output_file
 from inflight.openai.batches import CONCURRENCY
 from inflight.pictures import options as picture_options
 from inflight.pooling import CONVERSIONS
@@ -196,7 +197,7 @@ def _add_listening_arguments(add: Callable[..., argparse.Action]) -> None:
     add(
         "--response-store",
         metavar="FILE",
-        type=Path,
+        type=output_file,
         help="also keep the responses of /v1/responses in this SQLite file, so that they outlive a restart",
     )
     add(

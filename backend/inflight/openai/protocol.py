@@ -55,10 +55,10 @@ class Body(BaseModel):
         known = {field.alias or name for name, field in cls.model_fields.items()}
         for name in [name for name in given if name not in known]:
             if name not in cls.not_served:
-                raise refused(_unknown(name, [*known, *cls.not_served]))
+                raise refused(_unknown(name, [*known, *cls.not_served]), is_of_field=True)
             neutral, sentence = cls.not_served[name]
             if given.pop(name) not in neutral:
-                raise refused(unsupported(name, f"{name}: {sentence}"))
+                raise refused(unsupported(name, f"{name}: {sentence}"), is_of_field=True)
         return given
 
 
@@ -179,7 +179,7 @@ class SamplingFields(Body, BodyControls):
             raise refused(ApiError(text, 400, "logit_bias", "invalid_value"))
         for name, bias in given.items():
             if not isinstance(bias, int | float) or isinstance(bias, bool):
-                shown = f"{name[:20]!r}: {str(bias)[:80]!r}"
+                shown = f"{name[:20]!r}: {repr(bias)[:80]}"
                 raise refused(
                     ApiError(f"logit_bias must be numbers, got {shown}", 400, "logit_bias", "invalid_value")
                 )
@@ -289,6 +289,7 @@ class ChatBody(SamplingBody):
         "documents": (([],), "put them into a message, or into chat_template_kwargs"),
     }
     messages: Objects = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_INT32)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from inflight.arguments import Parser
+from inflight.arguments import Parser, positive, whole
 from inflight.errors import ConfigError
 from inflight.log_lines import FORMATS, LineFormatter, open_log
 from inflight.pictures import options
@@ -69,10 +69,10 @@ def _parser() -> argparse.ArgumentParser:
         help="type of the weights and the rows (default: as the checkpoint says)",
     )
     add("--device", default="cpu", help="torch's name of the device that computes (default: %(default)s)")
-    add("--threads", type=int, metavar="N", help="torch's threads (default: one for each core)")
+    add("--threads", type=positive, metavar="N", help="torch's threads (default: one for each core)")
     add(
         "--cache-bytes",
-        type=int,
+        type=whole,
         default=CACHE_BYTES,
         metavar="N",
         help="memory for embeddings of pictures, which are kept for further prompts with the same pictures "

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TextIO, cast
 
+from inflight.arguments import why_not_writable
 from inflight.engine_folder import is_engine_folder
 from inflight.log_lines import ACCESS_LOG_VARIABLE, asks_for_json, open_log
 from inflight.openai.options import API_KEYS_VARIABLE, OpenAiOptions, read_arguments
@@ -209,6 +210,8 @@ def _echo(log_format: str) -> Generator[TextIO, None, None]:
 def _write(options: ServerOptions, target: Path) -> int:
     if target.exists():
         raise OptionError(f"--write-repository {target}: it exists; name a folder that does not")
+    if reason := why_not_writable(target):
+        raise OptionError(f"--write-repository {target}: {reason}")
     models = ", ".join(lay_out(options, target).models)
     print(f"WRITTEN {target} with {models}", flush=True)
     return 0

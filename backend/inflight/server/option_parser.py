@@ -4,22 +4,12 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from inflight.arguments import Parser, program_name
+from inflight.arguments import Parser, port, positive, program_name, seconds, whole
 from inflight.log_lines import FORMATS
 from inflight.openai.options import add_arguments
 from inflight.parameter_spec import KV_EVENTS, SPECULATION, URL
 from inflight.server.client_apis import CONTROL_KEY_HEADER, CONTROL_KEY_VARIABLE
-from inflight.server.option_types import (
-    add_checkpoint,
-    count,
-    named_folder,
-    port,
-    seconds,
-    setting,
-    size,
-    value_of,
-    whole,
-)
+from inflight.server.option_types import add_checkpoint, named_folder, setting, size, value_of
 from inflight.server.other_servers import FLAGS
 from inflight.server.ranks import Mode
 from inflight.server.repository import default_repository
@@ -146,7 +136,7 @@ def _add_running_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--ready-timeout",
-        type=count,
+        type=positive,
         default=300,
         metavar="SECONDS",
         help="seconds without progress after which a start is given up: no line in the log, no file "
@@ -238,11 +228,11 @@ def _add_program_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_rank_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--tp", type=count, metavar="N", help="tensor-parallel ranks (default: the repository's, or 1)")
-    add("--pp", type=count, metavar="M", help="pipeline-parallel ranks (default: the repository's, or 1)")
+    add("--tp", type=positive, metavar="N", help="tensor-parallel ranks (default: the repository's, or 1)")
+    add("--pp", type=positive, metavar="M", help="pipeline-parallel ranks (default: the repository's, or 1)")
     add(
         "--ep",
-        type=count,
+        type=positive,
         metavar="N",
         help="number of groups of tensor-parallel ranks, each of which has some of the experts (default: the "
         "repository's, or 1: every rank has a slice of every expert)",

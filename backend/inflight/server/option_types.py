@@ -81,7 +81,7 @@ def value_of(kind: ParameterKind) -> Callable[[str], str]:
         try:
             kind.parse(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"expected {kind.expected}, got {text!r}") from None
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected {kind.expectation(text)}") from None
         return text
 
     return check
@@ -95,18 +95,6 @@ def named_folder(text: str) -> tuple[str, Path]:
     return name, Path(folder)
 
 
-def port(text: str) -> int:
-    """Parse a TCP port; 0 means any free one."""
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"expected a port number from 0 to 65535, got {text!r}")
-    return int(text)
-
-
-def count(text: str) -> int:
-    """Parse a whole number that is at least 1."""
-    return _whole_number(text, 1, "a whole number of at least 1")
-
-
 def size(text: str) -> int:
     """Parse a number of bytes, at least 1: a whole number, and possibly K, M, G or T for powers of 1024."""
     found = re.fullmatch(r"(\d+)([KMGT]?)(i?B)?", text, re.IGNORECASE | re.ASCII)
@@ -114,19 +102,3 @@ def size(text: str) -> int:
     if not number:
         raise argparse.ArgumentTypeError(f"expected a size such as 500M or 20G, got {text!r}")
     return number
-
-
-def seconds(text: str) -> int:
-    """Parse a whole number of seconds."""
-    return _whole_number(text, 0, "a whole number of seconds")
-
-
-def whole(text: str) -> int:
-    """Parse a whole number that is at least 0."""
-    return _whole_number(text, 0, "a whole number of at least 0")
-
-
-def _whole_number(text: str, least: int, expected: str) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
-    return int(text)

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from inflight.additional_outputs import parse_outputs, tensor_names
-from inflight.arguments import equally_near
 from inflight.config import Parameters, Role
 from inflight.core.request.sampling_config import CONTROLS
 from inflight.engine_folder import is_engine_folder, num_slots
 from inflight.errors import ConfigError
+from inflight.near_words import equally_near
+from inflight.parameter_names import in_other_words
 from inflight.parameter_reader import is_filled
 from inflight.parameter_reader import read_parameters as read_configuration
 from inflight.parameter_spec import input_types
@@ -398,7 +399,9 @@ def _check_known(values: Mapping[str, str], present: Mapping[str, str]) -> None:
             fields = (MAX_BATCH_SIZE, DECOUPLED_MODE)
             near = equally_near(key, [*present, *fields], cutoff=0.5)
             hint = f"did you mean {' or '.join(near)}?" if near else _elsewhere(key)
-            raise OptionError(f"no model has a parameter {key!r} (--set {key}=...); {hint}")
+            raise OptionError(
+                f"no model has a parameter {key!r} (--set {key}=...); {in_other_words(key) or hint}"
+            )
 
 
 def _elsewhere(key: str) -> str:

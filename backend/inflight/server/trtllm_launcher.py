@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from inflight.arguments import Parser, output_file, port, positive, seconds, whole
 from inflight.parameter_reader import is_filled
 from inflight.server import ranks
 from inflight.server.config_text import read_parameters
 from inflight.server.errors import OptionError
-from inflight.server.option_types import count, port, seconds
 
 _TRITONSERVER = "/opt/tritonserver/bin/tritonserver"
 _CONFIG = "config.pbtxt"
@@ -57,12 +57,12 @@ def main(serve: Path, arguments: Sequence[str] | None = None) -> int:
 
 def parser(model_repository: Path) -> argparse.ArgumentParser:
     """Return a parser with the original launcher's flags."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="launch_triton_server.py",
         description="scripts/serve, with the flags of tensorrtllm_backend's launcher.",
     )
     add = made.add_argument
-    add("--world_size", type=count, default=1, help="ranks of the engine")
+    add("--world_size", type=positive, default=1, help="ranks of the engine")
     add(
         "--tritonserver",
         default=_TRITONSERVER,
@@ -73,7 +73,7 @@ def parser(model_repository: Path) -> argparse.ArgumentParser:
     add("--metrics_port", type=port, default=8002)
     add("--force", "-f", action="store_true", help="start even if another tritonserver runs")
     add("--log", action="store_true", help="write the verbose log into --log-file")
-    add("--log-file", default="triton_log.txt")
+    add("--log-file", type=Path, default="triton_log.txt")
     add("--no-mpi", action="store_true", help="one rank, in the model's own process")
     add("--model_repo", type=Path, default=model_repository)
     add(
@@ -83,7 +83,7 @@ def parser(model_repository: Path) -> argparse.ArgumentParser:
     )
     add("--multi-model", action="store_true", help="start several engines, in orchestrator mode")
     add("--disable-spawn-processes", action="store_true", help="accepted without effect")
-    add("--multimodal_gpu0_cuda_mem_pool_bytes", type=int, default=0, help="accepted without effect")
+    add("--multimodal_gpu0_cuda_mem_pool_bytes", type=whole, default=0, help="accepted without effect")
     add("--oversubscribe", action="store_true", help="allow more ranks than cores")
     add("--trtllm_llmapi_launch", action="store_true", help="accepted without effect")
     add("--exit_timeout", type=seconds, help="seconds that requests in flight get to finish")
@@ -106,7 +106,14 @@ def translate(given: argparse.Namespace) -> Translation:
     if given.exit_timeout is not None:
         arguments += ["--exit-timeout", str(given.exit_timeout)]
     arguments += _rank_arguments(given, _engines(given))
-    return Translation(tuple(arguments), Path(given.log_file) if given.log else None, _notes(given))
+    return Translation(tuple(arguments), _log_file(given.log_file) if given.log else None, _notes(given))
+
+
+def _log_file(path: Path) -> Path:
+    try:
+        return output_file(str(path))
+    except argparse.ArgumentTypeError as error:
+        raise OptionError(f"--log-file: {error}") from None
 
 
 def _rank_arguments(given: argparse.Namespace, engines: Mapping[str, Mapping[str, str]]) -> list[str]:

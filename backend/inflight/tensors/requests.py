@@ -320,6 +320,8 @@ class _PromptReader:
         if end_id is None:
             description = self._context.description
             return description.eos_token_ids if is_text else description.default_end_ids
+        if end_id < NO_ID:
+            raise InvalidArgument(Name("end_id"), f" must be a token id, or -1 for none, got {end_id}")
         return () if end_id == NO_ID else (end_id,)
 
     def _pad_id(self) -> int | None:

@@ -17,7 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inflight.arguments import Parser, program_name
+from inflight.arguments import Parser, output_folder, program_name, whole
 
 if TYPE_CHECKING:
     import torch
@@ -248,12 +248,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--family", choices=ARCHITECTURES, default="llama", help="family of models (default: %(default)s)"
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to write")
+    parser.add_argument("--out", type=output_folder, required=True, metavar="DIR", help="the folder to write")
     parser.add_argument(
         "--dtype", choices=DTYPES, default="bfloat16", help="data type of the weights (default: %(default)s)"
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the random weights (default: %(default)s)"
+        "--seed", type=whole, default=0, help="seed of the random weights (default: %(default)s)"
     )
     parser.add_argument(
         "--std",
@@ -271,25 +271,29 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--quantize: gpt2's checkpoints have no such matrices; expected another --family")
     if given.quantize and (given.quantize == _MXFP4) != (given.family == "gpt_oss"):
         parser.error(f"--quantize {given.quantize} --family {given.family}: {_MXFP4} goes with gpt_oss alone")
-    if given.out.exists() and not given.out.is_dir():
-        parser.error(f"--out {given.out}: expected a folder, got a file")
+    if given.std < 0:
+        parser.error(f"argument --std: expected a number from 0, got {given.std:g}")
     from rich.console import Console
     from rich.progress import Progress
 
     total = num_weights(given.family, SHAPES[given.shape])
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(f"drawing {total / 1e6:.1f} M weights", total=total)
-        make_model(
-            given.out,
-            given.family,
-            given.shape,
-            given.dtype,
-            given.seed,
-            given.std,
-            on_progress=lambda drawn: progress.advance(task, drawn),
-            quantize=given.quantize,
-        )
+    try:
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+            task = progress.add_task(f"drawing {total / 1e6:.1f} M weights", total=total)
+            make_model(
+                given.out,
+                given.family,
+                given.shape,
+                given.dtype,
+                given.seed,
+                given.std,
+                on_progress=lambda drawn: progress.advance(task, drawn),
+                quantize=given.quantize,
+            )
+    except OSError as error:  # the disk is full
+        sys.stderr.write(f"{parser.prog}: --out {given.out}: {error.strerror or error}\n")
+        return 1
     stored = f"{given.quantize} and {given.dtype}" if given.quantize else given.dtype
     console.print(f"{given.out}: {given.family} {given.shape}, {total / 1e6:.1f} M weights, {stored}")
     return 0

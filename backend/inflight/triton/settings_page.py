@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from enum import Enum
 
+from inflight import environment
 from inflight.config import PARAMETERS, ParameterSpec, Role
 from inflight.parameter_names import OTHER_NAMES, OtherNames
 from inflight.parameter_spec import BOOLEAN, TEXT, integer
@@ -82,14 +83,19 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 
 
 def settings_reference() -> str:
-    """Return the page's generated part: an entry for each setting, and a table of those without an effect."""
+    """Return the page's generated part: each setting, those without an effect, and the environment variables."""
     specs = {spec.key: spec for spec in (*FIELDS, *PARAMETERS)}
     parts: list[str] = []
     for title, keys in GROUPS.items():
         parts += [f"## {title}", ""]
         for key in keys:
             parts += [*_entry(specs[key]), ""]
-    parts += ["## Settings without effect", "", *_idle(spec for spec in PARAMETERS if not spec.built)]
+    parts += ["## Settings without effect", "", *_idle(spec for spec in PARAMETERS if not spec.built), ""]
+    parts += ["## Environment variables", "", "Of this server:", "", *_variables(), ""]
+    parts += [
+        "Another value is an error of every command and of a model that is loaded, and so is a misspelled name. "
+        "If no name of the table is similar, `inflight serve` gives a warning."
+    ]
     return "\n".join(parts)
 
 
@@ -139,6 +145,13 @@ def _idle(specs: Iterator[ParameterSpec]) -> Iterator[str]:
         values = f" (values: {spec.kind.expected})" if spec.read_by_triton and spec.kind is not TEXT else ""
         meaning = "place of the tensors that Triton gives to a model" if spec.read_by_triton else spec.meaning
         yield f"| `{spec.key}` | {_plain(meaning)} | {_plain(here + values)} |"
+
+
+def _variables() -> Iterator[str]:
+    yield "| variable | meaning |"
+    yield "|---|---|"
+    for variable in environment.VARIABLES.values():
+        yield f"| `{variable.name}` | {variable.meaning} |"
 
 
 def _sentence(meaning: str) -> str:

@@ -448,8 +448,7 @@ class Request:
             if not 0 <= end_id < vocab_size:
                 raise InvalidArgument(
                     Name("end_id"),
-                    f" must be in [0, {vocab_size - 1}], got {end_id}; no end id is -1 in the tensor, and "
-                    "an empty end_ids in a Request",
+                    f" must be a token id in [0, {vocab_size - 1}], got {end_id}",
                 )
         for name, words in (("stop_words_list", self.stop_words), ("bad_words_list", self.bad_words)):
             for word in words:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import os
 from collections.abc import Callable
 from functools import partial
 
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from inflight import environment
 from inflight.core.schedule.batch import AdapterLoad
 from inflight.engine.additional_outputs import HiddenStates
 from inflight.engine.collectives import ALONE, Collectives, join_logits
@@ -62,7 +62,7 @@ RECURRENT_KINDS: dict[type[RecurrentConfig], int] = {
 }
 """Kinds of recurrent layers that the compiled code supports, by the types of their configurations."""
 _SPIN_VARIABLE = "INFLIGHT_CPU_SPIN_US"
-_SPIN_US, _MAX_SPIN_US = 50, 1_000_000
+_SPIN_US = 50
 
 
 class NativeDecoder:
@@ -561,7 +561,4 @@ def _spin_us() -> int:
     Raises:
         ConfigError: The variable's value is not a number from 0 to a million.
     """
-    text = os.environ.get(_SPIN_VARIABLE) or str(_SPIN_US)
-    if not (text.isascii() and text.isdigit() and int(text) <= _MAX_SPIN_US):
-        raise ConfigError(f"{_SPIN_VARIABLE} is {text!r}, expected 0 to {_MAX_SPIN_US} (microseconds)")
-    return int(text)
+    return int(environment.read(_SPIN_VARIABLE) or _SPIN_US)

@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+from inflight import environment
 from inflight.engine.cpu import layout
 from inflight.engine.cpu.structs import declare
 from inflight.errors import ConfigError
@@ -191,7 +192,8 @@ def load_library(dtype: str, int8: bool = False, rounded_cache: bool = False) ->
     """Load the code for models of this dtype; raise CannotBuild, with the reason, if there is none for this
     machine.
 
-    Targets whose products are wrong on this machine are skipped, with a warning.
+    Targets whose products are wrong on this machine are skipped, with a warning. Raises ConfigError for a value of
+    INFLIGHT_CPU_TARGET, INFLIGHT_CPU_BUILD or INFLIGHT_CPU_PARTS that does not exist.
 
     Args:
         dtype: Dtype of activations.
@@ -234,7 +236,8 @@ def find_target(dtype: str, int8: bool = False) -> Target:
     """Return the fastest target whose instruction sets the processor has.
 
     The environment variable INFLIGHT_CPU_TARGET restricts the choice to the target of that name. Raises
-    CannotBuild if the processor lacks an instruction set, or if there is no such target, or none for the dtype.
+    CannotBuild if the processor lacks an instruction set or there is no target for the dtype, and ConfigError if
+    there is no target of that name.
     """
     return _runnable_targets(dtype, int8)[0]
 
@@ -268,13 +271,16 @@ def _runnable_targets(dtype: str, int8: bool) -> list[Target]:
 
 
 def _allowed_targets(dtype: str) -> list[Target]:
-    """Return the targets for a dtype, or the one that the environment names; raise CannotBuild if none fits."""
+    """Return the targets for a dtype, or the one that the environment names; raise CannotBuild if none fits.
+
+    Raises ConfigError if this machine's architecture has no target of that name.
+    """
     if dtype not in _ELEMENTS:
         raise CannotBuild(f"it computes in {' and '.join(_ELEMENTS)}, not in {dtype}")
     wanted = os.environ.get(_TARGET_VARIABLE, "")
     if wanted not in ("", *(target.name for target in TARGETS)):
         names = " or ".join(target.name for target in TARGETS)
-        raise CannotBuild(f"{_TARGET_VARIABLE} is {wanted!r}, expected {names}")
+        raise ConfigError(f"{_TARGET_VARIABLE} is {wanted!r}, expected {names}")
     allowed = [target for target in TARGETS if dtype in target.dtypes and wanted in ("", target.name)]
     if not allowed:
         raise CannotBuild(f"{_TARGET_VARIABLE} is {wanted}, which does not compute in {dtype}")
@@ -482,7 +488,7 @@ def _digest(content: bytes) -> bytes:
 def _local_command(target: Target, dtype: str, int8: bool, rounded_cache: bool, refusal: str) -> list[str]:
     """Return the compiler command for this machine; with INFLIGHT_CPU_PARTS=all, for all kinds of weights and
     caches, so that one library per dtype serves all models."""
-    if os.environ.get(_PARTS_VARIABLE) == "all":
+    if environment.read(_PARTS_VARIABLE) == "all":
         int8 = int8 or (dtype == "bfloat16" and not _lacking(target, dtype, int8=True))
         rounded_cache = True
     return _compiler_command(target.here, dtype, int8, rounded_cache, refusal)
@@ -530,11 +536,8 @@ def _prebuilt_stem(target: Target, dtype: str, int8: bool) -> str:
 
 def _why_not_prebuilt(target: Target, dtype: str, int8: bool) -> str:
     """Return the reason why the library from the package is not used; empty if it is used."""
-    wanted = os.environ.get(_BUILD_VARIABLE, "")
-    if wanted == "local":
+    if environment.read(_BUILD_VARIABLE) == "local":
         return f"{_BUILD_VARIABLE} is local"
-    if wanted:
-        raise CannotBuild(f"{_BUILD_VARIABLE} is {wanted!r}, expected local")
     path = _prebuilt_path(target, dtype, int8)
     if _is_whole(path):
         return ""

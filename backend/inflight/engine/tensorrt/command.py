@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inflight.arguments import Parser, program_name
+from inflight.arguments import Parser, output_folder, positive, program_name, whole
 from inflight.checkpoint_config import DTYPES
 from inflight.engine.tensorrt.build_options import WEIGHT_DTYPES, BuildOptions
 from inflight.engine.tensorrt.module import MODULES, find_module
@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--output",
         required=True,
-        type=Path,
+        type=output_folder,
         metavar="DIR",
         help="folder for the engine; created if it is missing",
     )
@@ -99,19 +99,19 @@ def _parser() -> argparse.ArgumentParser:
         choices=DTYPES + WEIGHT_DTYPES,
         help="data type of the weights; int4 for 4-bit checkpoints (default: the checkpoint's)",
     )
-    add("--max-batch-size", type=int, default=defaults.max_batch_size, metavar="N",
+    add("--max-batch-size", type=positive, default=defaults.max_batch_size, metavar="N",
         help="sequences at a time; each has its memory for keys and values (default: %(default)s)")  # fmt: skip
-    add("--max-seq-len", type=int, metavar="N",
+    add("--max-seq-len", type=positive, metavar="N",
         help="tokens of a sequence (default: the model's longest, at most 4096)")  # fmt: skip
-    add("--max-num-tokens", type=int, default=defaults.max_num_tokens, metavar="N",
+    add("--max-num-tokens", type=positive, default=defaults.max_num_tokens, metavar="N",
         help="tokens that are computed at a time (default: %(default)s)")  # fmt: skip
-    add("--max-context-chunks", type=int, metavar="N",
+    add("--max-context-chunks", type=positive, metavar="N",
         help="context chunks that are computed at a time (default: 8)")  # fmt: skip
-    add("--max-lora-rank", type=int, default=0, metavar="N",
+    add("--max-lora-rank", type=whole, default=0, metavar="N",
         help="sum of the ranks of a batch's LoRA adapters; 0: no adapters (default)")  # fmt: skip
     add("--additional-output", action="append", default=[], metavar="hidden_states_<i>",
         help="additional output: the hidden states after i layers; may be repeated")  # fmt: skip
-    add("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default: %(default)s)")
+    add("--tp", type=positive, default=1, metavar="N", help="tensor-parallel ranks (default: %(default)s)")
     add("--target", help="portable (default), current, or compute capabilities: sm89, or sm80,sm89")
     add("--attention", choices=("split", "packed"), default=defaults.attention,
         help="how chunks and generation are computed together; packed is not for tensorrt_rtx "

@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from inflight.arguments import Parser, program_name
+from inflight.arguments import Parser, output_file, program_name
 from inflight.errors import InflightError
 from inflight.openai.batches import CONCURRENCY, RETRIES
 from inflight.openai.options import API_KEYS_VARIABLE
@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "-o",
         "--output",
-        type=Path,
+        type=output_file,
         metavar="OUT",
         help="file to which the answers are appended (default: FILE with the ending .output.jsonl)",
     )

@@ -17,9 +17,9 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from inflight.arguments import nearest
 from inflight.errors import InflightError
 from inflight.json_values import Json, is_object
+from inflight.near_words import nearest
 
 URLS = (
     "/v1/chat/completions",

@@ -204,7 +204,7 @@ def _turns(body: CountTokensBody) -> Iterator[tuple[str, list[tuple[str, _Block]
             )
         given = message.get("role")
         if not isinstance(given, str) or given not in _OF_ROLE:
-            raise invalid("messages", f"{name}.role is {str(given)[:80]!r}, expected user or assistant")
+            raise invalid("messages", f"{name}.role is {repr(given)[:80]}, expected user or assistant")
         read = _blocks(message.get("content"), f"{name}.content", _OF_ROLE[given])
         if role == given:
             blocks += read
@@ -221,7 +221,7 @@ def _blocks(content: Any, name: str, kinds: tuple[str, ...]) -> list[tuple[str, 
     if isinstance(content, str):
         return [(name, {"type": "text", "text": content})]
     if not isinstance(content, list):
-        raise invalid(field_name, f"{name} is {str(content)[:80]!r}, expected a text or a list of blocks")
+        raise invalid(field_name, f"{name} is {repr(content)[:80]}, expected a text or a list of blocks")
     found: list[tuple[str, _Block]] = []
     for index, given in enumerate(cast(list[Any], content)):
         place = f"{name}[{index}]"
@@ -234,11 +234,11 @@ def _blocks(content: Any, name: str, kinds: tuple[str, ...]) -> list[tuple[str, 
 
 def _checked_block(given: Any, name: str, kinds: tuple[str, ...]) -> _Block:
     if not isinstance(given, dict):
-        raise InvalidArgument(f"{name} is {str(given)[:80]!r}, expected an object with a type")
+        raise InvalidArgument(f"{name} is {repr(given)[:80]}, expected an object with a type")
     block = {key: value for key, value in cast(_Block, given).items() if value is not None}
     kind = block.get("type")
     if not isinstance(kind, str) or kind not in kinds:
-        raise InvalidArgument(f"{name}.type is {str(kind)[:80]!r}, expected {' or '.join(kinds)}")
+        raise InvalidArgument(f"{name}.type is {repr(kind)[:80]}, expected {' or '.join(kinds)}")
     required, known = _BLOCKS[kind]
     if missing := sorted(required - block.keys()):
         raise InvalidArgument(f"{name}.{missing[0]} is missing, expected {_TYPES_OF_FIELDS[missing[0]][1]}")
@@ -248,7 +248,7 @@ def _checked_block(given: Any, name: str, kinds: tuple[str, ...]) -> _Block:
     for key, value in block.items():
         wanted, shown = _TYPES_OF_FIELDS.get(key, (object, ""))
         if not isinstance(value, wanted):
-            raise InvalidArgument(f"{name}.{key} is {str(value)[:80]!r}, expected {shown}")
+            raise InvalidArgument(f"{name}.{key} is {repr(value)[:80]}, expected {shown}")
     return block
 
 
@@ -361,7 +361,7 @@ class _Chat:
             case {"type": "url", "url": str(url), **others} if not others:
                 pass
             case {"type": other} if other not in ("base64", "url"):
-                text = f"{place}.source.type is {str(other)[:80]!r}, expected base64 or url"
+                text = f"{place}.source.type is {repr(other)[:80]}, expected base64 or url"
                 raise invalid("messages", text)
             case _:
                 text = f"{place}.source: expected type base64 with media_type and data, or type url with url"

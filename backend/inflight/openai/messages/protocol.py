@@ -56,7 +56,7 @@ class MessagesTool(Body):
             kind = cast(dict[str, Any], data).get("type")
             if kind not in (None, "custom"):
                 text = (
-                    f"tools: type is {str(kind)[:80]!r}, expected custom: this server has no tools of its own"
+                    f"tools: type is {repr(kind)[:80]}, expected custom: this server has no tools of its own"
                 )
                 raise refused(unsupported("tools", text))
         return cast(Any, data)

@@ -211,7 +211,7 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
         case _:
             raise invalid(
                 "tool_choice",
-                f"tool_choice is {str(choice)[:80]!r}, expected none, auto, required or "
+                f"tool_choice is {repr(choice)[:80]}, expected none, auto, required or "
                 '{"type": "function", "name": "…"}',
             )
 

@@ -118,13 +118,14 @@ def _picture_url(given: Any, name: str) -> PictureUrl:
             detail = others.get("detail")
             if detail not in (None, *_DETAILS):
                 raise InvalidArgument(
-                    Name(f"{name}.detail"), f" is {str(detail)[:80]!r}, expected one of {', '.join(_DETAILS)}"
+                    Name(f"{name}.detail"), f" is {repr(detail)[:80]}, expected one of {', '.join(_DETAILS)}"
                 )
             return PictureUrl(url, Name(f"{name}.url"))
         case str(url):
             return PictureUrl(url, Name(name))
         case _:
-            raise InvalidArgument(Name(f"{name}.url"), " is missing or no text")
+            url = cast(Mapping[str, Any], given).get("url") if isinstance(given, Mapping) else given
+            raise InvalidArgument(Name(f"{name}.url"), f" is {_shown(url)}, expected a text")
 
 
 def plain_json(value: Any, name: str, depth: int = 0) -> Any:
@@ -153,17 +154,19 @@ def _key(key: Any, name: str) -> str:
     return str.__str__(key)
 
 
+def _shown(value: Any) -> str:
+    """Return the beginning of a value for an error about it."""
+    return "missing" if value is None else repr(value)[:80]
+
+
 def _message(given: Any, name: str, form: MessageForm) -> Message:
     if not isinstance(given, Mapping):
-        raise InvalidArgument(
-            Name(name), f" is {str(given)[:80]!r}, expected an object with role and content"
-        )
+        raise InvalidArgument(Name(name), f" is {_shown(given)}, expected an object with role and content")
     plain: Message = plain_json(given, name)
     message = {key: value for key, value in plain.items() if value is not None}
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        found = "missing" if role is None else repr(role)[:80]
-        raise InvalidArgument(Name(name), f".role is {found}, expected a text such as user")
+        raise InvalidArgument(Name(name), f".role is {_shown(role)}, expected a text such as user")
     if role == "developer" and not form.takes_developer:
         message["role"] = "system"
     if "content" in message:
@@ -186,7 +189,7 @@ def _content(content: Any, name: str, form: MessageForm, role: str) -> str | lis
         return content if form.takes_text else [{"type": "text", "text": content}]
     if not isinstance(content, list):
         raise InvalidArgument(
-            Name(name), f" is {str(content)[:80]!r}, expected a text or a list of parts of type text"
+            Name(name), f" is {_shown(content)}, expected a text or a list of parts of type text"
         )
     parts = [
         _part(part, f"{name}[{index}]", form, role) for index, part in enumerate(cast(list[Any], content))
@@ -211,22 +214,21 @@ def _text(part: Any, name: str, takes_pictures: bool) -> str:
     match part:
         case str(text) | {"type": "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
             return text
-        case {"type": "text" | "refusal"}:
-            raise InvalidArgument(Name(name), ".text is missing or no text")
+        case {"type": "text" | "refusal" as kind}:
+            found = _shown(cast(Mapping[str, Any], part).get(kind))
+            raise InvalidArgument(Name(name), f".{kind} is {found}, expected a text")
         case {"type": kind}:
             taken = "text and image_url" if takes_pictures else "text alone"
             raise InvalidArgument(
                 Name(name), f" is of type {kind!r}; this server takes parts of type {taken}"
             )
         case _:
-            raise InvalidArgument(
-                Name(name), f" is {str(part)[:80]!r}, expected an object with type and text"
-            )
+            raise InvalidArgument(Name(name), f" is {_shown(part)}, expected an object with type and text")
 
 
 def _tool_calls(calls: Any, name: str, form: MessageForm) -> list[Message]:
     if not isinstance(calls, list):
-        raise InvalidArgument(Name(name), f" is {str(calls)[:80]!r}, expected a list")
+        raise InvalidArgument(Name(name), f" is {repr(calls)[:80]}, expected a list")
     return [_tool_call(call, f"{name}[{index}]", form) for index, call in enumerate(cast(list[Any], calls))]
 
 
@@ -235,9 +237,7 @@ def _tool_call(call: Any, name: str, form: MessageForm) -> Message:
         case {"function": {"name": str()} as function}:
             function = cast(dict[str, Any], function)
         case _:
-            raise InvalidArgument(
-                Name(name), f" is {str(call)[:80]!r}, expected an object with function.name"
-            )
+            raise InvalidArgument(Name(name), f" is {repr(call)[:80]}, expected an object with function.name")
     arguments = _arguments(function.get("arguments"), f"{name}.function.arguments", form)
     return {**cast(Message, call), "function": {**function, "arguments": arguments}}
 
@@ -251,7 +251,7 @@ def _arguments(arguments: Any, name: str, form: MessageForm) -> Any:
         except (ValueError, RecursionError) as error:
             raise InvalidArgument(Name(name), f" is not JSON: {error}") from None
     if not isinstance(parsed, dict):
-        raise InvalidArgument(Name(name), f" is {str(arguments)[:80]!r}, expected a JSON object")
+        raise InvalidArgument(Name(name), f" is {repr(arguments)[:80]}, expected a JSON object")
     if not form.arguments_as_text:
         return cast(Any, parsed)
     return arguments if isinstance(arguments, str) and arguments else json.dumps(parsed, ensure_ascii=False)
@@ -263,5 +263,5 @@ def _with_reasoning(message: Message, name: str) -> Message:
     if reasoning is None:
         return message
     if not isinstance(reasoning, str):
-        raise InvalidArgument(Name(name), f".reasoning_content is {str(reasoning)[:80]!r}, expected a text")
+        raise InvalidArgument(Name(name), f".reasoning_content is {repr(reasoning)[:80]}, expected a text")
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}

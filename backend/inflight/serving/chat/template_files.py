@@ -93,7 +93,7 @@ def _from_settings(path: Path) -> dict[str, str]:
             case _:
                 raise ConfigError(
                     f"chat_template of {path} must be a text, or a list of objects with name and template, got "
-                    f"{str(each)[:80]!r}"
+                    f"{repr(each)[:80]}"
                 )
     return sources
 

@@ -68,7 +68,7 @@ def read_tool_choice(tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any
         case _:
             raise InvalidArgument(
                 Name("tool_choice"),
-                f" is {str(tool_choice)[:80]!r}, expected none, auto, required or "
+                f" is {repr(tool_choice)[:80]}, expected none, auto, required or "
                 '{"type": "function", "function": {"name": "…"}}',
             )
 
@@ -192,7 +192,7 @@ def _functions(tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, dict[str, 
             case _:
                 raise InvalidArgument(
                     Name(f"tools[{index}]"),
-                    f" is {str(tool)[:80]!r}, expected an object with type function and a function "
+                    f" is {repr(tool)[:80]}, expected an object with type function and a function "
                     "that has a name",
                 )
         if name in functions:

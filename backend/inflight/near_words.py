@@ -1,0 +1,37 @@
+"""The known words that a misspelled word is most like, for error messages. Standard library only."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """Return the known word that is spelled most like `word`; None if none is similar."""
+    return next(iter(equally_near(word, known)), None)
+
+
+def equally_near(word: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """Return the known words with the smallest edit distance to `word`; [] if none is similar.
+
+    Args:
+        word: A misspelled word.
+        known: The words that it may have been meant to be.
+        cutoff: The least similarity, as in `difflib.get_close_matches`.
+    """
+    close = difflib.get_close_matches(word, list(known), n=5, cutoff=cutoff)
+    distances = {each: _edit_distance(word, each) for each in close}
+    return [each for each in close if distances[each] == min(distances.values())]
+
+
+def _edit_distance(one: str, other: str) -> int:
+    """Return how many letters must be inserted, deleted, replaced or swapped to turn one word into the other."""
+    before, row = [0], list(range(len(other) + 1))
+    for index, letter in enumerate(one, 1):
+        earlier, before, row = before, row, [index]
+        for column, expected in enumerate(other, 1):
+            least = min(before[column] + 1, row[-1] + 1, before[column - 1] + (letter != expected))
+            if index > 1 and column > 1 and (letter, one[index - 2]) == (other[column - 2], expected):
+                least = min(least, earlier[column - 2] + 1)
+            row.append(least)
+    return row[-1]
