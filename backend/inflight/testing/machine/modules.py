@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -23,6 +24,7 @@ from inflight.serving import memory
 from .disk import Disk
 from .scheduler import Machine
 from .sockets import Network, Selector
+from .thread_pool import ThreadPool
 from .threads import (
     MachineEvent,
     SimpleQueue,
@@ -75,6 +77,7 @@ def on(machine: Machine, network: Network, disk: Disk | None = None) -> Generato
         socket: network.sockets(),
         queue: SimulatedModule(queue, {"SimpleQueue": simulated_queue}),
         queue.SimpleQueue: simulated_queue,
+        ThreadPoolExecutor: on_machine(machine, ThreadPool),
         selectors: SimulatedModule(selectors, {"DefaultSelector": on_machine(machine, Selector)}),
     }
     defaults: dict[Any, Any] = {
