@@ -121,15 +121,21 @@ class HttpClient:
             if self._socket is None:
                 self._connect()
             assert self._socket is not None
-            self._send(ask, self._socket)
+            was_sent = self._send(ask, self._socket)
             self._receive(ask, self._socket)
+            if not was_sent:
+                self.close()
         except _Gone:
             ask.left_ns = self._machine.now_ns
             self.close()
         except OSError:
             self.close()
         ask.ended_ns = self._machine.now_ns
-        if not ask.is_complete or self._http.states != {h11.CLIENT: h11.DONE, h11.SERVER: h11.DONE}:
+        if (
+            self._socket is None
+            or not ask.is_complete
+            or self._http.states != {h11.CLIENT: h11.DONE, h11.SERVER: h11.DONE}
+        ):
             self.close()
             return
         assert not self._http.trailing_data[0], "the server sends bytes after an answer"
@@ -150,16 +156,17 @@ class HttpClient:
             raise
         self._socket, self._http = connecting, h11.Connection(h11.CLIENT)
 
-    def _send(self, ask: HttpAsk, to: Socket) -> None:
-        """Send the request; return early if an answer comes before its end."""
+    def _send(self, ask: HttpAsk, to: Socket) -> bool:
+        """Send the request; return whether it was sent before an answer came."""
         for piece, stall in self._pieces(ask):
             if to.is_readable:
-                return
+                return False
             to.sendall(piece)
             if stall is not None and ask.habit is stall:
                 self._machine.sleep(_STALL_S)
             elif self._machine.rng.random() < 0.1:
                 self._machine.sleep(self._machine.rng.random() * 0.3)
+        return True
 
     def _pieces(self, ask: HttpAsk) -> Iterator[tuple[bytes, Habit | None]]:
         """Yield the bytes of a request in pieces, each with the habit of stalling after it."""
@@ -167,7 +174,9 @@ class HttpClient:
         is_chunked = rng.random() < 0.2
         headers = [("Host", "server"), ("X-Request-Id", ask.name)]
         if ask.method == "POST":
-            length = ("Transfer-Encoding", "chunked") if is_chunked else ("Content-Length", str(len(ask.body)))
+            length = (
+                ("Transfer-Encoding", "chunked") if is_chunked else ("Content-Length", str(len(ask.body)))
+            )
             headers += [("Content-Type", "application/json"), length]
         head = http.send(h11.Request(method=ask.method, target=ask.path, headers=headers)) or b""
         cut = rng.randrange(1, len(head)) if rng.random() < 0.2 or ask.habit is Habit.STALLS_IN_HEAD else 0

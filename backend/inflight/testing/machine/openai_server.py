@@ -34,6 +34,7 @@ from inflight.core.request.stop import FinishReason
 from inflight.endpoint.client import SocketEngineClient
 from inflight.errors import QueueFull, StepFailed
 from inflight.openai import __main__ as program
+from inflight.openai import bodies
 from inflight.openai.http_metrics import HttpMetrics
 from inflight.openai.options import OpenAiOptions
 from inflight.testing.fake_model import Conditions
@@ -51,7 +52,7 @@ _MODEL = "model"
 _MAX_BODY_BYTES = 4000
 _LETTERS = string.ascii_lowercase
 _UNLOADED_S = 60.0  # until a front end has ended, beyond its time for requests in flight
-_NOTICED_NS = 10 * 10**9
+_NOTICED_NS = 4 * 10**9
 _WRITTEN_NS = 3 * 10**9  # until the access line of a request that has ended is written
 _COMPLETIONS = "/v1/completions"
 
@@ -114,6 +115,9 @@ class ServerForOpenAi(WholeServer):
         try:
             with ExitStack() as stack:
                 stack.enter_context(patch.object(access_log, "LOGGER", recorder))
+                stack.enter_context(
+                    patch.object(bodies, "_SMALL_BYTES", self.rng.choice([50, bodies._SMALL_BYTES]))
+                )
                 stack.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore")  # of coroutines and transports of killed processes
                 report = super()._run()
@@ -156,7 +160,10 @@ class ServerForOpenAi(WholeServer):
         client = front_end.client = SocketEngineClient(PATH)
         recording = RecordingClient(self.machine, client, self._note)
         options = OpenAiOptions(
-            served_model_names=(_MODEL,), convert="none", max_body_bytes=_MAX_BODY_BYTES, max_stored_responses=0
+            served_model_names=(_MODEL,),
+            convert="none",
+            max_body_bytes=_MAX_BODY_BYTES,
+            max_stored_responses=0,
         )
         config = program._config(recording, (), options, None, front_end.exit_timeout_s)
         listener = Socket(self.network)
@@ -195,7 +202,14 @@ class ServerForOpenAi(WholeServer):
         while not front_end.ended_ns and self.machine.now_ns < end_ns:
             self.machine.sleep(0.1)
         assert front_end.ended_ns, "a front end does not end"
-        assert not _holds_something(front_end), f"a front end that has ended holds {_holds_something(front_end)}"
+        assert not _holds_something(front_end), (
+            f"a front end that has ended holds {_holds_something(front_end)}"
+        )
+        self.machine.sleep(1.0)
+        threads = [
+            each for each in self.machine.fibers if each.process is front_end.process and not each.has_ended
+        ]
+        assert not threads, f"threads go on after the end of a front end: {[each.name for each in threads]}"
 
     # ---------------------------------------------------------------- clients
 
@@ -236,10 +250,13 @@ class ServerForOpenAi(WholeServer):
     def _make_fields(self) -> dict[str, Any]:
         rng, limits = self.rng, self.limits.model_limits(self._config)
         room = min(limits.max_sequence_length, limits.num_blocks * limits.tokens_per_block) - 1
-        half = max(1, min(rng.choice([8, 8, 30]), room // 2, limits.max_input_length, limits.max_context_tokens))
+        half = max(
+            1, min(rng.choice([8, 8, 30]), room // 2, limits.max_input_length, limits.max_context_tokens)
+        )
         vocabulary = limits.vocab_size
         prompts = [
-            [rng.randrange(vocabulary) for _ in range(rng.randint(1, half))] for _ in range(rng.choice([1, 1, 2]))
+            [rng.randrange(vocabulary) for _ in range(rng.randint(1, half))]
+            for _ in range(rng.choice([1, 1, 2]))
         ]
         fields: dict[str, Any] = {
             "model": _MODEL,
@@ -280,11 +297,13 @@ class ServerForOpenAi(WholeServer):
             return
         if not ask.is_complete:
             is_closing = ask.is_reused and not ask.status
-            assert is_closing or ask.habit in STALLING or ask.expected_status == 413 or self._is_excused(ask), (
-                "a connection breaks without a reason"
-            )
+            assert (
+                is_closing or ask.habit in STALLING or ask.expected_status == 413 or self._is_excused(ask)
+            ), "a connection breaks without a reason"
             assert not self._must_be_finished(ask), "a request is not finished before its front end ends"
             return
+        is_late = ask.habit in (Habit.STALLS_IN_HEAD, Habit.STALLS_IN_BODY)
+        assert not (is_late and ask.status == 200), "a request that came too late is answered"
         if ask.status != ask.expected_status:
             self._check_error_of(ask, ask.status, str(ask.answer()["error"]["message"]))
         elif ask.fields is not None and ask.is_streamed:
@@ -308,15 +327,17 @@ class ServerForOpenAi(WholeServer):
         """Check that the requests of a client that has left are stopped soon."""
         for ticket in ask.tickets if ask.left_ns else ():
             ends_late = not ticket.answered_ns or ticket.answered_ns > ask.left_ns + _NOTICED_NS
-            assert not ends_late or ticket.stops or self._was_disturbed(
-                ask.begun_ns, ask.left_ns + _NOTICED_NS
+            assert (
+                not ends_late or ticket.stops or self._was_disturbed(ask.begun_ns, ask.left_ns + _NOTICED_NS)
             ), "the requests of a client that has left go on"
 
     def _check_error_of(self, ask: HttpAsk, status: int, message: str) -> None:
         """Check that there is a reason for an error."""
         errors = [each.refusal or (each.responses and each.responses[-1].error) for each in ask.tickets]
         if status == 503:
-            is_known = any(error and error.code == "UNAVAILABLE" for error in errors)
+            is_known = any(
+                error and error.code == "UNAVAILABLE" and not isinstance(error, QueueFull) for error in errors
+            )
             assert self._is_excused(ask) or is_known, f"refused without a fault: {message}"
         elif status == 429:
             assert any(isinstance(error, QueueFull) for error in errors), message
@@ -329,7 +350,9 @@ class ServerForOpenAi(WholeServer):
 
     def _check_stream(self, ask: HttpAsk, fields: dict[str, Any]) -> None:
         events = ask.events()
-        assert events.count("[DONE]") == 1 and events[-1] == "[DONE]", f"a stream has no end, or several: {events}"
+        assert events.count("[DONE]") == 1 and events[-1] == "[DONE]", (
+            f"a stream has no end, or several: {events}"
+        )
         chunks = events[:-1]
         errors = [each for each in chunks if "error" in each]
         if errors:
@@ -388,7 +411,9 @@ class ServerForOpenAi(WholeServer):
     def _alone(self, ticket: Ticket, fields: dict[str, Any]) -> tuple[str, list[int], str]:
         """Return the text, the tokens and the finish reason that a prompt gets alone."""
         request = ticket.request
-        assert request.max_new_tokens == fields["max_tokens"] and request.sampling.random_seed == fields["seed"]
+        assert (
+            request.max_new_tokens == fields["max_tokens"] and request.sampling.random_seed == fields["seed"]
+        )
         alone = sequence_alone(request, 0, self.limits.vocab_size, Conditions.of(request, b""))
         text = "".join(_LETTERS[token] for token in alone.tokens)
         for stop in fields.get("stop", ()):
@@ -406,7 +431,9 @@ class ServerForOpenAi(WholeServer):
         mine = [each for each in self.asks.values() if each.process is front_end.process]
         mine = [each for each in mine if each.path != "/health"]
         got = Counter(each.status for each in mine if each.is_complete and each.status != 408)
-        assert all(counted[status] >= number for status, number in got.items()), f"{counted}, clients got {got}"
+        assert all(counted[status] >= number for status, number in got.items()), (
+            f"{counted}, clients got {got}"
+        )
         assert counted.total() <= len(mine), f"{counted.total()} requests are counted, {len(mine)} were sent"
 
     def _check_lines(self, ask: HttpAsk) -> None:
