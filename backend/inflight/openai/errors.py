@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
@@ -134,8 +135,13 @@ def renamed_errors(rename: Callable[[ApiError], ApiError]) -> Generator[None]:
         raise rename(error) from None
 
 
-def describe_error(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Return (HTTP status, body) of the response for an error."""
+def describe_error(error: BaseException) -> tuple[int, dict[str, Any]]:
+    """Return (HTTP status, body) of the response for an error.
+
+    A request is cancelled (asyncio.CancelledError) if the server ends and gives it no more time.
+    """
+    if isinstance(error, asyncio.CancelledError):
+        error = Unavailable("the server is shutting down")
     if isinstance(error, InvalidArgument | Unsupported):
         error = in_fields(error)
     if isinstance(error, UnicodeEncodeError):  # JSON allows half of a surrogate pair, UTF-8 does not
@@ -148,6 +154,7 @@ def describe_error(error: Exception) -> tuple[int, dict[str, Any]]:
     if isinstance(error, InflightError):
         status = 429 if isinstance(error, QueueFull) else _STATUS.get(error.code, 500)
         return status, error_body(status, str(error), None, error.code.lower())
+    assert isinstance(error, Exception), f"got {type(error).__name__}, which has no response"
     return 500, error_body(500, str(unexpected("the server failed", error)), None, "internal_error")
 
 
@@ -167,7 +174,7 @@ def error_body(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def error_response(error: Exception, path: str) -> JSONResponse:
+def error_response(error: BaseException, path: str) -> JSONResponse:
     """Return the response for an error of a request to `path`.
 
     If the error may be temporary, the response has a Retry-After header.

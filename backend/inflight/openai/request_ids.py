@@ -6,6 +6,7 @@ compared. Runs on the event loop of the process.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -96,8 +97,9 @@ class RequestIds:
         if own in ("", request_id):
             try:
                 await self._app(scope, receive, send_with_id)
-            except Exception as error:
-                # A bug: answered here, so that the answer has the id; the server logs it.
+            except (Exception, asyncio.CancelledError) as error:
+                # A bug, or the end of the time for requests in flight. Answered here, so that the answer has the
+                # id; the server logs it.
                 if not has_started:
                     await error_response(error, scope["path"])(scope, receive, send_with_id)
                 raise

@@ -65,17 +65,22 @@ class EventStream(Response):
         """Send the headers and the events to the client, by ASGI."""
         start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         await send(start)
+        failure: BaseException | None = None
         try:
             async for events in self._events:
                 await send({"type": "http.response.body", "body": events, "more_body": True})
-        except Exception as error:  # the status has been sent, so the error is sent as an event
+        except (Exception, asyncio.CancelledError) as error:
+            failure = error
+            # The status has been sent, so the error is sent as an event.
             last = self.error_event(error)
             await send({"type": "http.response.body", "body": last, "more_body": True})
         finally:
             self._watcher.close()
         await send({"type": "http.response.body", "body": self.end, "more_body": False})
+        if isinstance(failure, asyncio.CancelledError):
+            raise failure
 
-    def error_event(self, error: Exception) -> bytes:
+    def error_event(self, error: BaseException) -> bytes:
         """Return the event that reports an error."""
         return event(describe_error(error)[1])
 

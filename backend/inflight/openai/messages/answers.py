@@ -32,7 +32,7 @@ class MessageStream(EventStream):
 
     end = b""
 
-    def error_event(self, error: Exception) -> bytes:
+    def error_event(self, error: BaseException) -> bytes:
         """Return the event that reports an error."""
         return event(in_anthropics_format(*describe_error(error)), "error")
 

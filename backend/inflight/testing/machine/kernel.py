@@ -221,7 +221,7 @@ class Kernel:
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         run = program or self._find_program(arguments)
         machine = self.machine
-        if parent is None and machine.is_running_a_thread:
+        if parent is None and machine.is_running_a_fiber:
             parent = self.tasks.get(machine.process.pid)
         parent = parent or self.init
         process = machine.start_process(" ".join(arguments))
@@ -240,7 +240,7 @@ class Kernel:
             return
         task.status = status
         self._note(task, f"ended with {status}")
-        is_own = self.machine.is_running_a_thread and self.machine.process is task.process
+        is_own = self.machine.is_running_a_fiber and self.machine.process is task.process
         heir = task.parent
         while heir is not None and heir is not self.init and not (heir.adopts and heir.status is None):
             heir = heir.parent

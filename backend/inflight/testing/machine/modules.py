@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -25,6 +26,7 @@ from .kernel import Kernel
 from .kernel_modules import names_for
 from .scheduler import Machine
 from .sockets import Network, Selector
+from .thread_pool import ThreadPool
 from .threads import (
     MachineEvent,
     SimpleQueue,
@@ -80,6 +82,7 @@ def on(
         socket: network.sockets(),
         queue: SimulatedModule(queue, {"SimpleQueue": simulated_queue}),
         queue.SimpleQueue: simulated_queue,
+        ThreadPoolExecutor: on_machine(machine, ThreadPool),
         selectors: SimulatedModule(selectors, {"DefaultSelector": on_machine(machine, Selector)}),
     }
     defaults: dict[Any, Any] = {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import itertools
 import random
+import sys
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -46,6 +48,25 @@ class Process:
         self.resources: dict[int, Closable] = {}
 
 
+class _LoopOfThread:
+    """The event loop that runs in a simulated thread: the interpreter has one for each real thread only."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._hooks = sys.get_asyncgen_hooks()
+
+    def resume(self) -> None:
+        """Give the interpreter the thread's loop."""
+        asyncio._set_running_loop(self._loop)
+        sys.set_asyncgen_hooks(*self._hooks)
+
+    def suspend(self) -> None:
+        """Take the thread's loop from the interpreter."""
+        self._loop, self._hooks = asyncio._get_running_loop(), sys.get_asyncgen_hooks()
+        asyncio._set_running_loop(None)
+        sys.set_asyncgen_hooks(None, None)
+
+
 class Fiber:
     """A simulated thread: a greenlet, its process and what it waits for."""
 
@@ -61,6 +82,7 @@ class Fiber:
         self.is_waiting = False
         self.is_preempted = False  # it could run, but others run for a while
         self.timed_out = False
+        self.event_loop = _LoopOfThread()
         self.greenlet = greenlet.greenlet(run, loop)
 
 
@@ -177,8 +199,8 @@ class Machine:
         return self._current
 
     @property
-    def is_running_a_thread(self) -> bool:
-        """Whether a simulated thread runs now, and not the loop."""
+    def is_running_a_fiber(self) -> bool:
+        """Whether a fiber runs now, and not the loop of the machine."""
         return self._current is not None
 
     @property
@@ -269,9 +291,11 @@ class Machine:
         assert self.num_switches < _MOST_SWITCHES, f"threads make no progress\n{self.stacks()}"
         self.now_ns += self.rng.randrange(_STEP_NS)
         self._current = fiber
+        fiber.event_loop.resume()
         try:
             fiber.greenlet.switch()
         finally:
+            fiber.event_loop.suspend()
             self._current = None
         if self.failure is not None:
             failed, error, text = self.failure
@@ -298,5 +322,7 @@ class Machine:
         for fiber in self.fibers:
             while not fiber.greenlet.dead and fiber.greenlet:
                 self._current = fiber
+                fiber.event_loop.resume()
                 fiber.greenlet.throw()
+                fiber.event_loop.suspend()
                 self._current = None

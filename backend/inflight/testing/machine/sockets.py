@@ -13,6 +13,7 @@ import socket
 import stat
 import struct
 from collections import deque
+from itertools import count
 from types import SimpleNamespace
 
 from .scheduler import Machine, Process, Waiters
@@ -40,7 +41,8 @@ class Stream:
         self.arrived = bytearray()
         self.is_ended = self.is_refused = self.is_reset = self.is_reset_unread = False
         self.readers, self.writers = Waiters(machine), Waiters(machine)
-        self.selectors: list[Waiters] = []
+        self.selectors: list[Waiters] = []  # of the reading side
+        self.writing_selectors: list[Waiters] = []
         self._machine = machine
         self._capacity = machine.rng.choice(_BUFFERS)
         self._on_their_way: deque[bytes] = deque()
@@ -73,6 +75,10 @@ class Stream:
         for waiters in (self.readers, *self.selectors):
             waiters.wake()
 
+    def _wake_writers(self) -> None:
+        for waiters in (self.writers, *self.writing_selectors):
+            waiters.wake()
+
     def _arrive(self) -> None:
         if self._on_their_way and not self.is_reset:
             piece = self._on_their_way.popleft()
@@ -84,20 +90,20 @@ class Stream:
         """Take at most `count` bytes that have arrived."""
         taken = bytes(self.arrived[:count])
         del self.arrived[:count]
-        self.writers.wake()
+        self._wake_writers()
         return taken
 
     def end(self) -> None:
         """Close the writing side: the reader gets the bytes on their way, and then the end."""
         self.is_ended = True
         self._wake_readers()
-        self.writers.wake()
+        self._wake_writers()
 
     def refuse(self) -> None:
         """Close the reading side: writing raises BrokenPipeError from now on."""
         self.is_refused = True
         self._wake_readers()
-        self.writers.wake()
+        self._wake_writers()
 
     def reset(self) -> None:
         """Break the stream: bytes on their way are lost."""
@@ -113,6 +119,8 @@ class Network:
         self.machine = machine
         self.files: dict[str, Socket | None] = {}  # the socket that listens at a path; None: it is dead
         self.connections: list[tuple[Stream, Stream]] = []  # to listeners
+        self.by_number: dict[int, Socket] = {}
+        self.numbers = count(3)
 
     def cut(self, connection: tuple[Stream, Stream]) -> None:
         """Break a connection: both sides lose the bytes on their way, perhaps inside a message."""
@@ -211,6 +219,9 @@ class Socket:
         self._peer: Process | None = None
         self._in: Stream | None = None
         self._out: Stream | None = None
+        self._watchers: list[Waiters] = []  # of a listening socket
+        self._number = next(network.numbers)
+        network.by_number[self._number] = self
         self._process.resources[id(self)] = self
 
     def __enter__(self) -> Socket:
@@ -218,6 +229,20 @@ class Socket:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    # ---------------------------------------------------------------- as asyncio knows it
+
+    family, type = socket.AF_UNIX, socket.SOCK_STREAM
+
+    def fileno(self) -> int:
+        return -1 if self._is_closed else self._number
+
+    def getsockname(self) -> str:
+        return self._path or ""
+
+    def getpeername(self) -> str:
+        self._stream(self._in)
+        return ""
 
     # ---------------------------------------------------------------- listening
 
@@ -229,7 +254,7 @@ class Socket:
 
     def listen(self, backlog: int = 128) -> None:
         assert self._path is not None
-        self._backlog = deque()
+        self._backlog = self._backlog or deque()
         self._network.files[self._path] = self
 
     def accept(self) -> tuple[Socket, str]:
@@ -237,6 +262,8 @@ class Socket:
         while not self._backlog:
             if self._is_shut or self._is_closed:
                 raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            if self._timeout_s == 0:
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
             self._accepting.wait()
         self._machine.pause()
         if self._machine.rng.random() < 0.02:  # no descriptors left; the connection stays in the backlog
@@ -256,7 +283,8 @@ class Socket:
         connection = self.join(accepted)
         self._network.connections.append(connection)
         listening._backlog.append(accepted)
-        listening._accepting.wake()
+        for waiters in (listening._accepting, *listening._watchers):
+            waiters.wake()
 
     def join(self, other: Socket) -> tuple[Stream, Stream]:
         """Connect to another socket, and return the streams of the connection."""
@@ -337,14 +365,30 @@ class Socket:
 
     @property
     def is_readable(self) -> bool:
-        """Whether `recv` would return at once."""
+        """Whether `recv` or `accept` would return at once."""
+        if self._backlog is not None:
+            return bool(self._backlog)
         stream = self._stream(self._in)
         return bool(stream.arrived) or stream.is_over or self._is_shut
 
+    @property
+    def is_writable(self) -> bool:
+        """Whether `send` would return at once."""
+        stream = self._stream(self._out)
+        return bool(stream.room) or stream.is_refused or stream.is_ended or stream.is_reset
+
     def watch(self, waiters: Waiters, is_watched: bool) -> None:
         """Begin or cease to wake the waiters of a selector when something arrives."""
+        if self._backlog is not None:
+            (self._watchers.append if is_watched else self._watchers.remove)(waiters)
         if self._in is not None:
             (self._in.selectors.append if is_watched else self._in.selectors.remove)(waiters)
+
+    def watch_room(self, waiters: Waiters, is_watched: bool) -> None:
+        """Begin or cease to wake the waiters of a selector when there is room for more bytes."""
+        if self._out is not None:
+            watching = self._out.writing_selectors
+            (watching.append if is_watched else watching.remove)(waiters)
 
     def recv_into(self, buffer: memoryview) -> int:
         received = self.recv(len(buffer))
@@ -378,6 +422,7 @@ class Socket:
             return
         self._is_closed = True
         self._process.resources.pop(id(self), None)
+        self._network.by_number.pop(self._number, None)
         self._leave()
         if self._in is not None and self._out is not None and self._in.arrived:
             self._out.reset()  # the kernel tells the peer that bytes were not read

@@ -15,20 +15,16 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inflight.config import Parameters
-from inflight.core.ports import EngineClient, SendResponseCallback
-from inflight.core.request.handle import RequestHandle
-from inflight.core.request.request import Request
-from inflight.core.request.response import Response, merge_responses
-from inflight.core.request.stop import StopReason
+from inflight.core.request.response import merge_responses
 from inflight.endpoint.client import SocketEngineClient
-from inflight.errors import ConfigError, InflightError
+from inflight.errors import ConfigError
 from inflight.serving import sender as sender_module
 from inflight.serving.completion_text import TokenizerFinder
 from inflight.testing.pb_utils import COMPLETE_FINAL, InferenceResponse, Tensor, TritonError
@@ -38,6 +34,7 @@ from inflight.triton.front_end import FrontEnd
 from inflight.triton.host import ModelArgs
 
 from .answers import Ticket
+from .recording_client import RecordingClient
 from .scheduler import Machine, Process
 from .threads import SimpleQueue
 from .whole_server import PATH, RunReport, WholeServer
@@ -140,40 +137,6 @@ class Ask:
         return bool(self.gone_ns)
 
 
-class _RecordingClient:
-    """An engine client that notes what a front end submits and stops, and the engine's responses."""
-
-    def __init__(self, server: ServerForTriton, client: SocketEngineClient) -> None:
-        self._server, self._client = server, client
-        self.describe, self.close = client.describe, client.close
-        self.add_outbox = client.add_outbox
-
-    def submit(self, request: Request, on_response: SendResponseCallback) -> RequestHandle:
-        machine = self._server.machine
-        ticket = Ticket(request, machine.now_ns)
-        self._server.tickets.append(ticket)
-        assert request.origin is not None
-        self._server.asks[request.origin.request_id].ticket = ticket
-
-        def take(response: Response) -> None:
-            ticket.responses.append(response)
-            if response.is_final:
-                ticket.answered_ns = machine.now_ns
-            on_response(response)
-
-        try:
-            handle = self._client.submit(request, take)
-        except InflightError as error:
-            ticket.refusal, ticket.answered_ns = error, machine.now_ns
-            raise
-
-        def stop(request_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
-            ticket.stops.append((reason, sequence_index))
-            handle.stop(reason, sequence_index)
-
-        return RequestHandle(handle.request_id, stop)
-
-
 class ServerForTriton(WholeServer):
     """One run of a server with Triton's front ends."""
 
@@ -211,10 +174,10 @@ class ServerForTriton(WholeServer):
         asks = SimpleQueue[list[Ask] | None](self.machine)
 
         def be_model() -> None:
-            client = _RecordingClient(self, SocketEngineClient(PATH))
+            client = RecordingClient(self.machine, SocketEngineClient(PATH), self._note)
             front_end = FrontEnd(
                 _PB_UTILS,
-                cast(EngineClient, client),
+                client,
                 client.close,
                 ModelArgs("model", Path("model", "1"), decoupled, Parameters(), {}),
                 TokenizerFinder(None, _no_tokenizer),
@@ -230,6 +193,11 @@ class ServerForTriton(WholeServer):
             self._check_closed_front_end(process, front_end)
 
         self.machine.spawn(process, be_model, "main")
+
+    def _note(self, ticket: Ticket) -> None:
+        self.tickets.append(ticket)
+        assert ticket.request.origin is not None
+        self.asks[ticket.request.origin.request_id].ticket = ticket
 
     def _check_closed_front_end(self, process: Process, front_end: FrontEnd) -> None:
         mine = [ask for ask in self.asks.values() if ask.process is process and ask.was_taken]

@@ -1,0 +1,112 @@
+"""Faults to plant in the source of the front ends of /v1."""
+
+from __future__ import annotations
+
+from .mutations import Mutation
+
+MUTATIONS_OF_OPENAI = (
+    Mutation(
+        "a client that leaves is not noticed",
+        "openai.streaming",
+        "            pass\n        self._stream.cancel()",
+        "            pass",
+    ),
+    Mutation(
+        "requests of a client that leaves go on",
+        "serving.engine_session",
+        "        self._has_news.set()\n        self.close()",
+        "        self._has_news.set()",
+    ),
+    Mutation(
+        "a request that is submitted after its client has left goes on",
+        "serving.engine_session",
+        "            if is_closed:\n                handle.stop()",
+        "            pass",
+    ),
+    Mutation(
+        "of several streams with news one is woken",
+        "serving.engine_session",
+        "        for has_news in news:\n",
+        "        for has_news in news[:1]:\n",
+    ),
+    Mutation(
+        "threads do not end with the application",
+        "openai.app",
+        "            each.session.close()\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "a stream that fails has no end",
+        "openai.streaming",
+        '        await send({"type": "http.response.body", "body": self.end, "more_body": False})\n',
+        "        end = b'' if failure else self.end\n"
+        '        await send({"type": "http.response.body", "body": end, "more_body": False})\n',
+    ),
+    Mutation(
+        "pieces are counted instead of tokens",
+        "openai.answers",
+        "        self._usage.completion_tokens += len(piece.token_ids)",
+        "        self._usage.completion_tokens += bool(piece.token_ids)",
+    ),
+    Mutation(
+        "choices of several prompts have the same index",
+        "openai.answers",
+        "output.batch_index * self._asked.body.n + result.sequence_index",
+        "result.sequence_index",
+    ),
+    Mutation(
+        "bytes of a body that was read stay counted",
+        "openai.bodies",
+        "            self._num_waiting_bytes -= num_counted",
+        "            pass",
+    ),
+    Mutation(
+        "a large body is taken if its length was not declared",
+        "openai.bodies",
+        "                if size > self._max_bytes:\n                    raise self._too_large()\n",
+        "",
+    ),
+    Mutation(
+        "the time for a body has no limit",
+        "openai.http_protocol",
+        "        self._receive_timer = self.loop.call_later(self.body_timeout_s, self._check_body)",
+        "        self._receive_timer = None",
+    ),
+    Mutation(
+        "the time for headers has no limit",
+        "openai.http_protocol",
+        "        self._receive_timer = self.loop.call_later(self.head_timeout_s, self._give_up_head)",
+        "        self._receive_timer = None",
+    ),
+    Mutation(
+        "a request that fails in the engine has two access lines",
+        "openai.context",
+        "        passage_of(request.scope).reaches_engine = stream.is_submitted",
+        "        pass",
+    ),
+    Mutation(
+        "a refused request has no access line",
+        "openai.http_metrics",
+        "status >= 400 and not passage.reaches_engine",
+        "status >= 500 and not passage.reaches_engine",
+    ),
+    Mutation(
+        "a request is counted again for each part of its answer",
+        "openai.http_metrics",
+        "            await send(message)\n",
+        "            await send(message)\n            self._ended(scope, status, 0.0)\n",
+    ),
+    Mutation(
+        "a full queue is told as a server that is away",
+        "openai.errors",
+        "429 if isinstance(error, QueueFull) else _STATUS",
+        "_STATUS",
+    ),
+    Mutation(
+        "a request that the end of the server cancels gets no JSON",
+        "openai.request_ids",
+        "(Exception, asyncio.CancelledError)",
+        "Exception",
+    ),
+)
+"""The mistakes, each of which some seeds must reveal."""
