@@ -143,7 +143,8 @@ class Quiet:
         is_starting: The attribute.
 
     Attributes:
-        is_starting: Whether the server starts. Each of its models reads the same checkpoint, and warns of it.
+        is_starting: Whether the server is starting. Each of its models reads the same checkpoint, and warns
+        of it.
     """
 
     def __init__(self, is_starting: bool = False) -> None:
