@@ -317,9 +317,9 @@ HEADER = encode(Header(CONFIG, LIMITS))
     [
         (b"", "no complete first line"),
         (HEADER[:-1], "no complete first line"),
-        (b"hello\n", "no header of a trace"),
-        (b'{"format":"other","version":1}\n', "no header of a trace"),
-        (encode(Begin(IterationInput(0, 0))), "no header of a trace"),
+        (b"hello\n", "not the header of a trace"),
+        (b'{"format":"other","version":1}\n', "not the header of a trace"),
+        (encode(Begin(IterationInput(0, 0))), "not the header of a trace"),
         (
             HEADER.replace(b'"version":%d' % VERSION, b'"version":99'),
             f"version 99, .* reads version {VERSION}",

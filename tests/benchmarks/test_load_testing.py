@@ -110,7 +110,7 @@ def test_other_finish_reasons_and_incomplete_exports_are_refused():
     text, requests = genai_export("v1")
     with pytest.raises(ServeError, match=r"ended with .'stop'"):
         read_genai_perf(text.replace('"length', '"stop').replace('\\"length', '\\"stop'), requests)
-    with pytest.raises(ServeError, match="no JSON"):
+    with pytest.raises(ServeError, match="not JSON"):
         read_genai_perf(text[:-30], requests)
 
 

@@ -117,4 +117,4 @@ def test_adapter_commands_are_refused_unless_the_server_allows_them(fake_server)
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
 def test_a_bad_adapter_command_is_refused_with_the_expected_form(bfloat16_server, model):
     (refused,) = ask(bfloat16_server.grpc, model, lora_command=json.dumps({"command": "drop"}))
-    assert 'lora_command has no command that there is, expected {"command": "list"}' in str(refused.error)
+    assert 'lora_command has no known command, expected {"command": "list"}' in str(refused.error)

@@ -94,7 +94,7 @@ def test_bytes_that_are_no_result_are_refused_and_not_executed(data: bytes) -> N
 def test_a_serialized_part_of_a_result_is_refused() -> None:
     buffer = io.BytesIO()
     torch.save([1], buffer)
-    with pytest.raises(RuntimeError, match="no Result but of type list"):
+    with pytest.raises(RuntimeError, match="not a Result but of type list"):
         trtllm.deserialize_result(buffer.getvalue())
 
 

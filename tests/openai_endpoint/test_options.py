@@ -120,7 +120,7 @@ def test_each_line_of_a_key_file_is_one_key(tmp_path: Path, line: str) -> None:
         ("--ssl-certfile", "/nowhere/chain.pem", "No such file"),
         ("--allowed-origins", "chat.example", "not an origin"),
         ("--allowed-origins", "https://chat.example/path", "not an origin"),
-        ("--allowed-origins", "[1", "no JSON list"),
+        ("--allowed-origins", "[1", "not a JSON list"),
         ("--tool-call-parser", "llama9", "llama3_json"),
         ("--served-model-name", "", "expected a name"),
         ("--reasoning-parser", "thinking", "think"),

@@ -257,7 +257,7 @@ def test_the_rules_of_the_options_are_used(endpoint: Endpoint, folder: Path) -> 
     assert endpoint.post(user(of_file)).status_code == 200
     assert endpoint.encoder.asked[0][1] == [b"of a file"]
     other = {"type": "image_url", "image_url": "file:///etc/passwd"}
-    assert "no file in the allowed folder" in endpoint.refusal(user(other))
+    assert "not a file in the allowed folder" in endpoint.refusal(user(other))
 
 
 def test_a_client_cannot_send_what_stands_for_a_picture(endpoint: Endpoint) -> None:

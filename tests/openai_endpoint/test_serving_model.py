@@ -110,7 +110,7 @@ def test_a_template_broken_after_the_start_is_reported(tmp_path: Path) -> None:
     with fake_engine() as engine:
         model = ServingModel(engine, OpenAiOptions(chat_template=file))
         model.load()
-        with pytest.raises(ApiError, match="… is no template, line 1"):
+        with pytest.raises(ApiError, match="… is not a template, line 1"):
             model.chat_template()
 
 

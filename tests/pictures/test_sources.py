@@ -116,15 +116,15 @@ FORMS: dict[str, tuple[str, SourceRules, str]] = {
     "a user": ("https://images.example.com@evil.org/", ALLOWED, "no user"),
     "a user of an allowed host": ("https://me:secret@images.example.com/", ALLOWED, "no user"),
     "an encoded @": ("https://images.example.com%40evil.org/", ALLOWED, "may not read from"),
-    "a backslash": ("https://images.example.com\\@evil.org/", ALLOWED, "no URL"),
-    "a line end": ("https://images.example.com/\r\nHost: evil.org", ALLOWED, "no URL"),
+    "a backslash": ("https://images.example.com\\@evil.org/", ALLOWED, "not a URL"),
+    "a line end": ("https://images.example.com/\r\nHost: evil.org", ALLOWED, "not a URL"),
     "a tab in the scheme": ("ht\ttps://images.example.com/", ALLOWED, "begins with data:"),
     "a space before": (" https://images.example.com/", ALLOWED, "begins with data:"),
     "no host": ("https:///a.png", ALLOWED, "with a host"),
     "no slashes": ("https:images.example.com/a.png", ALLOWED, "with a host"),
     "letters outside ASCII": ("https://imаges.example.com/", ALLOWED, "in ASCII"),
-    "a wrong port": ("https://images.example.com:99999/", ALLOWED, "no URL"),
-    "an unclosed bracket": ("https://[::1/", ALLOWED, "no URL"),
+    "a wrong port": ("https://images.example.com:99999/", ALLOWED, "not a URL"),
+    "an unclosed bracket": ("https://[::1/", ALLOWED, "not a URL"),
     "loopback by name": ("http://localhost/", PRIVATE, "not public"),
     "loopback": ("http://127.0.0.1:22/", PRIVATE, "not public"),
     "loopback in IPv6": ("http://[::1]/", PRIVATE, "not public"),
@@ -315,20 +315,20 @@ def test_files_of_the_allowed_folder_are_read(folder: Path, url: str) -> None:
 @pytest.mark.parametrize(
     ("url", "reason"),
     [
-        ("file:///etc/passwd", "no file in the allowed folder"),
-        ("file://{}/outside.png", "no file in the allowed folder"),
-        ("file://{}/up/secret.png", "no file in the allowed folder"),
-        ("file://{}/../secret.png", "no file in the allowed folder"),
-        ("file://{}/%2e%2e/secret.png", "no file in the allowed folder"),
-        ("file://{}-of-others/a.png", "no file in the allowed folder"),
-        ("file://{}/nothing.png", "no file in the allowed folder"),
-        ("file://{}/below", "no file in the allowed folder"),
-        ("file://{}/pipe.png", "no file in the allowed folder"),
-        ("file:below/a%20b.png", "no file in the allowed folder"),
+        ("file:///etc/passwd", "not a file in the allowed folder"),
+        ("file://{}/outside.png", "not a file in the allowed folder"),
+        ("file://{}/up/secret.png", "not a file in the allowed folder"),
+        ("file://{}/../secret.png", "not a file in the allowed folder"),
+        ("file://{}/%2e%2e/secret.png", "not a file in the allowed folder"),
+        ("file://{}-of-others/a.png", "not a file in the allowed folder"),
+        ("file://{}/nothing.png", "not a file in the allowed folder"),
+        ("file://{}/below", "not a file in the allowed folder"),
+        ("file://{}/pipe.png", "not a file in the allowed folder"),
+        ("file:below/a%20b.png", "not a file in the allowed folder"),
         ("file://host{}/inside.png", "expected file:///PATH"),
         ("file://{}/inside.png?x", "expected file:///PATH"),
         ("file://{}/inside.png%00.png", "expected file:///PATH"),
-        ("file://{}/a b.png", "no URL"),
+        ("file://{}/a b.png", "not a URL"),
         ("file://{}/empty.png", "empty"),
         ("file://{}/inside.png", "more than 20 bytes"),
     ],
@@ -353,6 +353,6 @@ def test_a_file_that_is_replaced_by_a_link_meanwhile_is_not_read(
         return opens(path, flags)
 
     monkeypatch.setattr(os, "open", swap)
-    assert "no file in the allowed folder" in refusal(
+    assert "not a file in the allowed folder" in refusal(
         f"file://{folder}/inside.png", SourceRules(folder=folder)
     )

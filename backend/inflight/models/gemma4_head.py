@@ -1,9 +1,9 @@
 """The folder of Gemma 4's draft head, a checkpoint of its own that transformers calls an assistant.
 
 The head has several layers without keys and values: each reads those of the model's last layer of the same type,
-with a window or without, that has its own. It projects the model's embedding of a token, beside the hidden state
-before that token, to its own width, and its output back to the model's. If its embedding is ordered by clusters of
-tokens, only the tokens of the likeliest clusters get logits.
+with a window or without, that has its own. It projects the model's embedding of a token, together with the
+hidden state before that token, to its own width, and projects its output back to the model's width. If its
+embedding is ordered by clusters of tokens, only the tokens of the likeliest clusters get logits.
 
 Only headers of weight files are read here, without torch, so that the checks before a server's start can do it.
 

@@ -93,14 +93,14 @@ def read_adapter_command(rows: Sequence[TensorReader]) -> AdapterCommand:
     try:
         given: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _bad(text, f"is no JSON ({error})") from None
+        raise _bad(text, f"is not JSON ({error})") from None
     if not isinstance(given, dict):
-        raise _bad(text, "is no JSON object")
+        raise _bad(text, "is not a JSON object")
     asked = cast(dict[str, Any], given)
     try:
         action = AdapterAction(asked.pop("command", None))
     except ValueError:
-        raise _bad(text, "has no command that there is") from None
+        raise _bad(text, "has no known command") from None
     if unknown := asked.keys() - _COMMANDS[action]:
         raise _bad(text, f"has {min(unknown)!r:.80}, which {action.value} does not take")
     replaces = asked.pop("replace", False)
@@ -123,7 +123,7 @@ def _checked(command: AdapterCommand, text: str) -> AdapterCommand:
     if command.action is AdapterAction.LOAD and not command.name:
         raise _bad(text, "has no name to load")
     if command.action is AdapterAction.UNLOAD and bool(command.name) == (command.task_id is not None):
-        raise _bad(text, "must have a name or a task_id, one of them")
+        raise _bad(text, "must have either a name or a task_id")
     return command
 
 

@@ -131,8 +131,12 @@ def test_a_picture_alone_can_be_sent_and_is_kept(page: Page) -> None:
     ("size", "media_type", "says"),
     [
         (1001, "image/png", "cat.png has 0.0 MB; the server takes pictures of up to 0.0 MB"),
-        (10, "image/svg+xml", "cat.png is no picture that can be sent: expected PNG, JPEG, WebP, GIF or BMP"),
-        (10, "text/html", "cat.png is no picture that can be sent: expected PNG, JPEG, WebP, GIF or BMP"),
+        (
+            10,
+            "image/svg+xml",
+            "cat.png is not a picture that can be sent: expected PNG, JPEG, WebP, GIF or BMP",
+        ),
+        (10, "text/html", "cat.png is not a picture that can be sent: expected PNG, JPEG, WebP, GIF or BMP"),
     ],
 )
 def test_other_files_are_refused_with_a_reason(page: Page, size: int, media_type: str, says: str) -> None:

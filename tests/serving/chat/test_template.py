@@ -461,7 +461,7 @@ def test_a_folder_without_a_template_has_none(tmp_path: Path) -> None:
 
 def test_broken_files_are_named(tmp_path: Path) -> None:
     folder = str(make_folder(tmp_path, settings={"chat_template": "a\n{% if %}"}))
-    with pytest.raises(ConfigError, match=r"template default of .* is no template, line 2"):
+    with pytest.raises(ConfigError, match=r"template default of .* is not a template, line 2"):
         load_chat_template(folder)
     with pytest.raises(ConfigError, match=r"missing.jinja cannot be read"):
         load_chat_template(folder, tmp_path / "missing.jinja")

@@ -61,7 +61,8 @@ class StateSnapshots:
         # By digest, the sequence of each snapshot that was saved in generation and that no other sequence has
         # used.
         self._rolling: dict[bytes, int] = {}
-        # By digest, the sequence whose first snapshot in generation makes this one the next to be evicted.
+        # By a snapshot's digest, the sequence after whose first snapshot in generation this one is evicted
+        # next.
         self._superseded_by: dict[bytes, int] = {}
         self._saves: dict[int, _Saves] = {}  # by sequence key
         self._loading: dict[bytes, int] = {}  # snapshots that loads write to, by boundary

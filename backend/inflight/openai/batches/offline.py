@@ -146,7 +146,7 @@ class _OfflineBatch:
             self._progress.write(f"batch: requests are sent again until the server answers: {answer.message}")
 
     def _keep(self, request: BatchRequest, answer: BatchAnswer) -> None:
-        """Append a final answer to the output. A request that may succeed later stays without one."""
+        """Append a final answer to the output, unless the request may succeed if it is sent again later."""
         if answer.is_temporary:
             self._without_answer.append(f"{request.custom_id}: {answer.message}")
         else:

@@ -68,7 +68,8 @@ def _tagged(tags: ArgumentTags, name: str, schema: dict[str, Any]) -> dict[str, 
 
 
 def is_free_text(schema: Mapping[str, Any]) -> bool:
-    """Return whether every text is valid, as it is read back: as a number, for example, if that is allowed."""
+    """Return whether the schema allows strings without conditions, so that any text between the tags is
+    valid."""
     told = {name: value for name, value in schema.items() if name not in _NOTES | {"$defs", "definitions"}}
     if not told:
         return True

@@ -112,7 +112,7 @@ def _literal(node: ast.expr) -> Any:
 def _key(node: ast.expr | None) -> str:
     key = None if node is None else ast.literal_eval(node)
     if not isinstance(key, str):
-        raise TypeError(f"{key!r} is no key")
+        raise TypeError(f"{key!r} is not a key")
     return key
 
 

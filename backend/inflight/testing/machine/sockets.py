@@ -34,7 +34,7 @@ class Stream:
         is_ended: Whether the writing side has closed it; bytes on their way still arrive.
         is_refused: Whether the reading side takes no more: writing raises BrokenPipeError.
         is_reset: Whether it is broken: bytes on their way are lost, and writing raises ConnectionResetError.
-        is_reset_unread: Whether the next call that reads raises ConnectionResetError, as only one of them does.
+        is_reset_unread: Whether the next call that reads raises ConnectionResetError; only that one does.
     """
 
     def __init__(self, machine: Machine) -> None:

@@ -27,7 +27,7 @@ from inflight.triton.pictures import ServerPictures
 class MultimodalEncoders(TextModel):
     """Encodes IMAGE_BYTES, IMAGE_URL or IMAGES to the rows OUT_PROMPT_EMBEDDING_TABLE, of all pictures in order.
 
-    The rows of a batch must have equal numbers of rows of embeddings.
+    The prompts of a batch must have equal numbers of rows of embeddings.
     """
 
     role = Role.ENCODERS

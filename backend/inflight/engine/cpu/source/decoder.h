@@ -71,8 +71,8 @@ class Decoder {
 
   // Cuts the spans into tiles and sorts rows by their adapters; called before `run`, for all layers of a batch.
   // wanted [count]: the only rows whose output of the last layer is used; null: all rows. For the others, the last layer
-  // only stores keys and values, or advances the states. With adapters, whose rows are found by their numbers in the
-  // batch, all rows are computed.
+  // only stores keys and values, or advances the states. If rows have adapters, all rows are computed, because adapters
+  // find their rows by the numbers in the batch.
   bool prepare(const Batch& batch, const int64_t* wanted = nullptr, int64_t count = 0) try {
     if (batch.adapters) by_adapter_.sort(batch);
     recurrent_.prepare(batch.segments, batch.num_segments);

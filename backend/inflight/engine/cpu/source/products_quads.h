@@ -27,7 +27,7 @@ constexpr bool kFetchesValues = false;  // while keys are scored
 
 constexpr int kRowsAtOnce = 1;  // rows of one LoRA adapter at a time
 
-// Calls f(i) for the first whole numbers, each as a constant.
+// Calls f(i) for i = 0, 1, 2 and so on, each a compile-time constant.
 template <class F, int... i>
 inline __attribute__((always_inline)) void each_of(std::integer_sequence<int, i...>, const F& f) {
   (f(std::integral_constant<int, i>{}), ...);

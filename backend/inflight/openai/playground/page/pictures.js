@@ -56,7 +56,7 @@ async function addPictures(files) {
 }
 
 function problemOfPicture({ type, size }) {
-  if (!PICTURE_TYPES.includes(type)) return "is no picture that can be sent: expected PNG, JPEG, WebP, GIF or BMP";
+  if (!PICTURE_TYPES.includes(type)) return "is not a picture that can be sent: expected PNG, JPEG, WebP, GIF or BMP";
   if (size > mostPictureBytes) return `has ${inMegabytes(size)}; the server takes pictures of up to ${inMegabytes(mostPictureBytes)}`;
   return "";
 }
