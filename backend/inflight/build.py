@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from inflight.engine_parts import (
     make_guide_compiler,
     make_instruments,
     make_model_memory,
+    make_ranks_block_store,
     make_receipts,
     make_tracer,
     make_watchdog,
@@ -248,38 +250,47 @@ def start_engine(
 
     model = _load_checked(load, parameters, version_dir, rank_context)
     parameters, limits = with_saved_blocks(parameters, model), model.engine.limits
-    scheduler = Scheduler(with_kv_events(parameters), limits)
-    instruments = make_instruments(parameters, limits, return_metrics, on_hang)
-    adapters = make_adapters(parameters, model, lambda: manager.notify())
-    receipts = make_receipts(parameters, model, lambda: manager.notify())
-    client = _local_client(
-        parameters,
-        model,
-        lambda: manager,
-        adapters,
-        receipts,
-        None if rank_context else lambda same: _load_checked(load, same, version_dir, None),
-        lambda memory: store.use_memory(memory) if store is not None else None,
-    )
-    guides = make_guide_compiler(parameters, model, lambda: manager.notify())
-    store = make_block_store(parameters, model, lambda: manager.notify())
-    manager = GptManager(
-        model.engine,
-        scheduler,
-        _counting_iterations(client.get_inference_requests, rank_context),
-        client.send_response,
-        client.poll_stop_signals,
-        stats_period_ns=parameters.stats_check_period_ms * 1_000_000,
-        on_death=_loop_failure_reporter(client, rank_context),
-        instruments=instruments,
-        ranks=None if rank_context is None else rank_context.ranks,
-        wait_until_sent=_wait_until_sent(client, limits.takes_all_processors, rank_context),
-        guides=guides,
-        adapters=None if adapters is None else adapters.cache,
-        block_store=store,
-    )
-    release = _release_once(model, rank_context)
-    return RunningEngine(client, manager, release, guides, adapters, receipts, model.debug_tensors)
+    shared_store = None
+    if rank_context is not None:
+        shared_store = make_ranks_block_store(parameters, model, lambda: manager.notify(), rank_context)
+    with ExitStack() as undo:
+        if shared_store is not None:
+            undo.callback(shared_store.close)
+        scheduler = Scheduler(with_kv_events(parameters), limits)
+        instruments = make_instruments(parameters, limits, return_metrics, on_hang)
+        adapters = make_adapters(parameters, model, lambda: manager.notify())
+        receipts = make_receipts(parameters, model, lambda: manager.notify())
+        client = _local_client(
+            parameters,
+            model,
+            lambda: manager,
+            adapters,
+            receipts,
+            None if rank_context else lambda same: _load_checked(load, same, version_dir, None),
+            lambda memory: store.use_memory(memory) if store is not None else None,
+        )
+        guides = make_guide_compiler(parameters, model, lambda: manager.notify())
+        store = (
+            make_block_store(parameters, model, lambda: manager.notify()) if rank_context is None else None
+        )
+        manager = GptManager(
+            model.engine,
+            scheduler,
+            _counting_iterations(client.get_inference_requests, rank_context),
+            client.send_response,
+            client.poll_stop_signals,
+            stats_period_ns=parameters.stats_check_period_ms * 1_000_000,
+            on_death=_loop_failure_reporter(client, rank_context),
+            instruments=instruments,
+            ranks=None if rank_context is None else rank_context.ranks,
+            wait_until_sent=_wait_until_sent(client, limits.takes_all_processors, rank_context),
+            guides=guides,
+            adapters=None if adapters is None else adapters.cache,
+            block_store=store or shared_store,
+        )
+        undo.pop_all()
+        release = _release_once(model, rank_context)
+        return RunningEngine(client, manager, release, guides, adapters, receipts, model.debug_tensors)
 
 
 def _local_client(
@@ -411,6 +422,8 @@ def start_following(
     from inflight.core.scheduler import Scheduler
 
     model = _load_checked(load, parameters, version_dir, rank_context)
+    parameters = with_saved_blocks(parameters, model)
+    store = make_ranks_block_store(parameters, model, lambda: None, rank_context)
     deaths: list[InflightError] = []
     manager = GptManager(
         model.engine,
@@ -420,5 +433,6 @@ def start_following(
         on_death=deaths.append,
         instruments=Instruments(watchdog=make_watchdog(parameters, on_hang=None)),  # rank 0 detects the hang
         ranks=rank_context.ranks,
+        block_store=store,
     )
     return FollowingRank(manager, _release_once(model, rank_context), deaths)

@@ -703,8 +703,6 @@ class Parameters:
             if not has_host_tier:
                 return
         name = "kv_cache_host_memory_bytes" if self.kv_cache_dir is None else "kv_cache_dir"
-        if self.tensor_parallel_size * self.pipeline_parallel_size > 1:
-            raise ConfigError(f"{name} is given, but with several ranks KV blocks are not saved")
         if not self.scheduler.enable_kv_cache_reuse:
             raise ConfigError(
                 f"{name} is given, but enable_kv_cache_reuse is false, so no request would find a saved KV block"

@@ -23,13 +23,14 @@ if TYPE_CHECKING:
     from inflight.batch_manager.watchdog import Watchdog
     from inflight.block_store import BlockMemory, HostBlockStore
     from inflight.config import Parameters, SchedulingConfig
-    from inflight.core.ports import Engine, ReturnMetricsCallback
+    from inflight.core.ports import BlockStore, Engine, ReturnMetricsCallback
     from inflight.core.request.engine_description import EngineDescription
     from inflight.core.schedule.batch import EngineLimits
     from inflight.guided.compiler import ChildCompiler
     from inflight.load_model import LoadedModel
     from inflight.model_memory import ReloadedModel
     from inflight.parameter_spec import KvEventsConfig
+    from inflight.ranks.rank_context import RankContext
     from inflight.receipts.engine_part import EngineReceipts
     from inflight.tracing import Tracer
 
@@ -57,11 +58,15 @@ def _host_tier_bytes(parameters: Parameters, model: LoadedModel) -> int:
 
 
 def make_block_store(
-    parameters: Parameters, model: LoadedModel, notify: Callable[[], None]
+    parameters: Parameters,
+    model: LoadedModel,
+    notify: Callable[[], None],
+    rank: int = 0,
+    num_ranks: int = 1,
 ) -> HostBlockStore | None:
     """Return the store of KV blocks in host memory and files; None if blocks are not saved (`saves_blocks`).
 
-    Raises ConfigError if the folder cannot be used.
+    With several ranks, it has this rank's part of the blocks. Raises ConfigError if the folder cannot be used.
     """
     folder, memory = parameters.kv_cache_dir, model.block_memory
     if memory is None or not saves_blocks(parameters, model):
@@ -73,6 +78,7 @@ def make_block_store(
     if folder is not None:
         settings = versions() | given_parameters(parameters) | asdict(model.code)
         settings |= {"dtype": model.dtype, "sizes": (memory.block_bytes, memory.state_bytes)}
+        settings |= {} if num_ranks == 1 else {"rank": f"{rank} of {num_ranks}"}
         folders = model_folders(parameters, native(model.model_path))
         head = parameters.engine.draft_head_dir
         if head is not None:  # its keys and values, or hidden states, are in the blocks too
@@ -84,9 +90,34 @@ def make_block_store(
             max(memory.block_bytes, memory.state_bytes),
             parameters.kv_cache_disk_bytes,
             parameters.kv_cache_max_age_s,
+            num_ranks=num_ranks,
         )
     host_bytes = _host_tier_bytes(parameters, model)
-    return HostBlockStore(memory, model.engine.limits.tokens_per_block, notify, host_bytes, files)
+    tokens_per_block = model.engine.limits.tokens_per_block
+    return HostBlockStore(memory, tokens_per_block, notify, host_bytes, files, always_loads=num_ranks > 1)
+
+
+def make_ranks_block_store(
+    parameters: Parameters, model: LoadedModel, notify: Callable[[], None], rank_context: RankContext
+) -> BlockStore | None:
+    """Return the store of KV blocks for the loop of one of several ranks; None if blocks are not saved.
+
+    Called on all ranks at the same time. Raises ConfigError on all of them if one cannot use its folder.
+    """
+    if not parameters.scheduler.has_block_store:
+        return None
+    own: list[HostBlockStore] = []
+
+    def make(on_end: Callable[[], None]) -> HostBlockStore:
+        world = rank_context.world
+        store = make_block_store(parameters, model, on_end, world.rank, world.size)
+        assert store is not None, "blocks are saved"
+        own.append(store)
+        return store
+
+    shared = rank_context.share_block_store(make, notify)
+    own[0].make_room()
+    return shared
 
 
 def make_receipts(parameters: Parameters, model: LoadedModel, notify: Callable[[], None]) -> EngineReceipts:

@@ -380,6 +380,7 @@ def _load_part(
         runner.debug_tensors,
         grammars,
         _code_of(runner),
+        runner.cache.as_bytes(),
     )
 
 

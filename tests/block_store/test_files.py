@@ -228,6 +228,33 @@ def test_blocks_of_models_that_nobody_uses_make_room_at_the_start(tmp_path):
     assert not (tmp_path / OTHER).exists()
 
 
+def test_ranks_share_the_room_and_spare_the_files_of_each_other(tmp_path):
+    unused, parts = "2" * 32, (IDENTITY, OTHER)
+    abandoned = files_in(tmp_path, unused)
+    save(abandoned, 1, 2)
+    abandoned.close()
+    files = [BlockFiles(tmp_path, part, BYTES, 4 * FILE_BYTES, 1e6, Clock(), num_ranks=2) for part in parts]
+    assert [save(each, 1, 2) for each in files] == [[], []]
+    assert [save(each, 3) for each in files] == [[digest_of(1)], [digest_of(1)]], "each has half of the room"
+    for each in files:
+        each.close()
+    again = [BlockFiles(tmp_path, part, BYTES, 4 * FILE_BYTES, 1e6, Clock(), num_ranks=2) for part in parts]
+    assert (tmp_path / unused).exists(), "not before all ranks have locked their files"
+    for each in again:
+        each.make_room()
+        assert set(each.keys()) == {digest_of(2), digest_of(3)}
+    assert not (tmp_path / unused).exists()
+
+
+def test_a_limit_below_one_block_of_each_rank_is_refused(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        BlockFiles(tmp_path, IDENTITY, BYTES, 2 * FILE_BYTES - 1, 1e6, num_ranks=2)
+    assert str(error.value) == (
+        f"kv_cache_disk_bytes is {2 * FILE_BYTES - 1}, expected at least {2 * FILE_BYTES}, the size of one file "
+        "of each of 2 ranks"
+    )
+
+
 def test_a_full_disk_is_an_error_of_the_write_and_leaves_nothing_behind(tmp_path, monkeypatch):
     files = files_in(tmp_path)
     save(files, 1)

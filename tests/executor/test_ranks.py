@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,9 +17,11 @@ from inflight.config import EngineConfig, Parameters
 from inflight.processes import ProcessId
 from tests.executor.conftest import PROMPT, make_config, responses_of, results_of
 from tests.ranks.mpirun import TIMEOUT_S, run_ranks, start_ranks
+from tests.tiers import with_all
 
 PROMPTS = [[token] * 5 for token in range(5, 11)]
 LONG = 30_000  # long enough to be still in flight on a busy machine
+DEFAULTS = Parameters()
 
 
 @pytest.mark.exhaustive
@@ -53,7 +57,7 @@ def test_rank_0_survives_a_lost_rank_and_reports_it(checkpoint: Path) -> None:
     assert found["later"] and not found["is_taken"]
 
 
-def orchestrate(checkpoint: Path, tp_size: int, **fields) -> trtllm.Executor:
+def orchestrate(checkpoint: Path, tp_size: int, base: Parameters = DEFAULTS, **fields) -> trtllm.Executor:
     parallel = trtllm.ParallelConfig(
         trtllm.CommunicationType.MPI,
         trtllm.CommunicationMode.ORCHESTRATOR,
@@ -61,8 +65,8 @@ def orchestrate(checkpoint: Path, tp_size: int, **fields) -> trtllm.Executor:
         None,
         trtllm.OrchestratorConfig(True, "executorWorker"),
     )
-    parameters = Parameters(
-        tensor_parallel_size=tp_size, engine=EngineConfig(engine_threads=1), rank_timeout_ms=30_000
+    parameters = replace(
+        base, tensor_parallel_size=tp_size, engine=EngineConfig(engine_threads=1), rank_timeout_ms=30_000
     )
     config = make_config(parallel_config=parallel, **fields)
     return trtllm.Executor(checkpoint, trtllm.ModelType.DECODER_ONLY, config, parameters=parameters)
@@ -96,6 +100,49 @@ def test_ranks_started_by_the_executor_serve_requests(checkpoint: Path, referenc
         folder = Path(executor._engine._orchestrator._ranks.processes.folder)
         assert folder.is_dir()
     assert not folder.exists()
+
+
+SIZE, NUM_BLOCKS = 32, 5
+SAVED = [5 + 7 * number % 400 for number in range(NUM_BLOCKS * SIZE + 3)]
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size"), with_all([(2, 1), (1, 2)], [(2, 1)]))
+def test_each_rank_finds_its_part_of_saved_blocks(
+    checkpoint: Path, reference, tmp_path: Path, tp_size: int, pp_size: int
+) -> None:
+    """A block is loaded if all ranks can read it: after the tear of a different file of each, fewer are."""
+    folder = tmp_path / "blocks"
+    base = Parameters(pipeline_parallel_size=pp_size, kv_cache_dir=str(folder))
+
+    def run(least_saved: int) -> trtllm.KvCacheTierStats:
+        """Run the prompt on new ranks, check its tokens, and return rank 0's statistics."""
+        with orchestrate(checkpoint, tp_size, base) as executor:
+            (result,) = results_of(executor, trtllm.Request(SAVED, 6))
+            assert result.output_token_ids[0] == SAVED + reference(SAVED, 6)
+            deadline = time.monotonic() + 60
+            while True:  # another thread writes
+                results_of(executor, trtllm.Request([9], 1))
+                tier = executor.get_latest_iteration_stats()[-1].kv_cache_tier_stats[0]
+                files = [len(list(each.glob("*/*"))) for each in folder.iterdir()]
+                if tier.offload_blocks >= least_saved and files == [NUM_BLOCKS] * 2:
+                    return tier
+                assert time.monotonic() < deadline, (tier, files)
+
+    assert run(NUM_BLOCKS).onboard_blocks == 0
+    assert run(0).onboard_blocks == NUM_BLOCKS
+    for part, place in zip(folder.iterdir(), (0, -1), strict=True):
+        torn = sorted(part.glob("*/*"))[place]
+        torn.write_bytes(torn.read_bytes()[:-1])
+    again = run(1)  # the first torn block and those behind it are computed and saved again
+    assert again.onboard_blocks < NUM_BLOCKS <= again.onboard_blocks + again.offload_blocks
+    assert run(0).onboard_blocks == NUM_BLOCKS
+
+
+def test_ranks_whose_folder_is_in_use_do_not_start(checkpoint: Path, tmp_path: Path) -> None:
+    base = Parameters(kv_cache_dir=str(tmp_path))
+    with orchestrate(checkpoint, 2, base), pytest.raises(trtllm.ExecutorError) as error:
+        orchestrate(checkpoint, 2, base)
+    assert "another server uses the blocks of this model there" in str(error.value)
 
 
 @pytest.mark.exhaustive

@@ -8,7 +8,7 @@ import struct
 from inflight.ranks.rendezvous import Peer
 from inflight.ranks.topology import Host
 
-BEAT, WAKE, FAILED, GOODBYE = 1, 2, 3, 4
+BEAT, WAKE, FAILED, GOODBYE, LOADED = range(1, 6)
 
 
 def make_host(

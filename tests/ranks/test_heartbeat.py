@@ -153,6 +153,21 @@ def test_a_peer_that_does_not_read_delays_no_other_and_loses_no_wake(make_heartb
     far.sendall(message(GOODBYE))
 
 
+# -------------------------------------------------------------------- loads
+
+
+def test_ends_of_loads_reach_rank_0_once_and_in_order(make_heartbeat, losses):
+    leader, first, second = trio(make_heartbeat)
+    heard: queue.Queue[int] = queue.Queue()
+    leader.on_loaded = heard.put
+    numbers = [0, 1, 7 << 24, (1 << 64) - 1]
+    for number in numbers:
+        first.report_load(number)
+    assert [heard.get(timeout=PATIENCE_S) for _ in numbers] == numbers
+    second.report_load(5)
+    assert heard.get(timeout=PATIENCE_S) == 5 and heard.empty() and losses.is_empty()
+
+
 # -------------------------------------------------------------------- goodbyes
 
 

@@ -6,6 +6,30 @@ from .mutations import Mutation
 
 MUTATIONS_OF_RANKS = (
     Mutation(
+        "a block that one rank could not read counts as loaded",
+        "ranks.ranked_store",
+        "LoadResult(result.load_id, min(counts))",
+        "LoadResult(result.load_id, max(counts))",
+    ),
+    Mutation(
+        "a load ends before it has ended on all ranks",
+        "ranks.ranked_store",
+        "if len(counts) == self._num_ranks:",
+        "if len(counts) == self._num_ranks - 1:",
+    ),
+    Mutation(
+        "the end of another rank's load does not wake rank 0",
+        "ranks.ranked_store",
+        "            self._heard.append(LoadResult(load_id, count))\n        self._notify()",
+        "            self._heard.append(LoadResult(load_id, count))",
+    ),
+    Mutation(
+        "the other ranks do not get changes of saved blocks without requests",
+        "batch_manager.inputs",
+        "(is_active or requests or adapters or blocks)",
+        "(is_active or requests or adapters)",
+    ),
+    Mutation(
         "sleeping ranks are not woken",
         "ranks.lockstep",
         "        if are_asleep:\n            self._heartbeat.wake()\n",
@@ -44,8 +68,8 @@ MUTATIONS_OF_RANKS = (
     Mutation(
         "iterations without new requests are not shared",
         "batch_manager.inputs",
-        "(is_active or requests or adapters)",
-        "(requests or adapters)",
+        "(is_active or requests or adapters or blocks)",
+        "(requests or adapters or blocks)",
     ),
     Mutation(
         "the end is not shared",

@@ -77,8 +77,8 @@ class GptManager:
             (`SendWindow`). None: they are sent while the engine computes.
         guides: Compiles the guides of requests; None: requests with guides are refused.
         adapters: Finds or stores the adapters of requests; None: requests with adapters are refused.
-        block_store: Saves and loads KV blocks, with a single rank; this object closes it. None: they are not
-            saved.
+        block_store: Saves and loads KV blocks; this object closes it. Every rank has one, and only rank 0's
+            says what has changed. None: they are not saved.
         start: Whether to start the worker thread; if not, the caller has to call `step`.
     """
 

@@ -78,7 +78,8 @@ class OwnInputs:
     def next(self) -> IterationInput:
         """Return the inputs of the next iteration.
 
-        Other ranks get the inputs of iterations with active or new requests, or with changes of adapters.
+        Other ranks get the inputs of iterations with active or new requests, or with changes of adapters or
+        saved blocks.
         """
         requests = tuple(self._get_inference_requests(self._scheduler.room))
         is_active = self._scheduler.num_active > 0
@@ -90,7 +91,7 @@ class OwnInputs:
             self._iteration, self.now_ns(), requests, self._stops, guides, adapters, blocks
         )
         self._iteration += 1
-        if self._ranks is not None and (is_active or requests or adapters):
+        if self._ranks is not None and (is_active or requests or adapters or blocks):
             self.fetched = requests
             self._ranks.share(inputs, are_asleep=not is_active)
             self.fetched = ()

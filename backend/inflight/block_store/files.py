@@ -59,6 +59,8 @@ class BlockFiles:
             those of this one.
         max_age_s: Seconds after its last use when a file is removed.
         clock_s: Seconds since the epoch; injected by tests.
+        num_ranks: Number of ranks, each of which has files of its own, and an equal part of `max_bytes`. With
+            several, the caller calls `make_room`.
 
     Attributes:
         counts: Counts of the files. The caller counts what is loaded.
@@ -76,15 +78,18 @@ class BlockFiles:
         max_bytes: int,
         max_age_s: float,
         clock_s: Callable[[], float] = time.time,
+        num_ranks: int = 1,
     ) -> None:
         self._folder = folder / identity
-        self.counts = TierCounts(DISK, max_bytes)
+        self._max_folder_bytes = max_bytes
+        self.counts = TierCounts(DISK, max_bytes // num_ranks)
         self._max_age_s = max_age_s
         self._clock_s = clock_s
-        if max_bytes < largest_bytes + CHECK_BYTES:
+        if self.counts.max_bytes < largest_bytes + CHECK_BYTES:
+            least = (largest_bytes + CHECK_BYTES) * num_ranks
+            of_ranks = "" if num_ranks == 1 else f" of each of {num_ranks} ranks"
             raise ConfigError(
-                f"kv_cache_disk_bytes is {max_bytes}, expected at least {largest_bytes + CHECK_BYTES}, the size "
-                "of one file"
+                f"kv_cache_disk_bytes is {max_bytes}, expected at least {least}, the size of one file{of_ranks}"
             )
         self._lock = threading.Lock()
         self._files: OrderedDict[bytes, _SavedFile] = OrderedDict()  # the least recently used first
@@ -99,7 +104,8 @@ class BlockFiles:
                 )
             try:
                 self._scan()
-                _make_room(folder, self._folder, max_bytes - self.counts.num_bytes)
+                if num_ranks == 1:
+                    self.make_room()
             except BaseException:  # raised again; the next attempt must not find the folder locked
                 self.close()
                 raise
@@ -108,6 +114,14 @@ class BlockFiles:
             raise ConfigError(
                 f"kv_cache_dir is {str(folder)!r}, which cannot be used: {where}{error.strerror or error}"
             ) from error
+
+    def make_room(self) -> None:
+        """Remove the files of identities that no process uses, if the folder is too large.
+
+        With several ranks, called when all have locked their files.
+        """
+        with contextlib.suppress(OSError):  # someone has removed the folder
+            _make_room(self._folder.parent, self._folder, self._max_folder_bytes - self.counts.num_bytes)
 
     def keys(self) -> tuple[bytes, ...]:
         """Return the keys of all files."""

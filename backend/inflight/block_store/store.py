@@ -131,6 +131,7 @@ class HostBlockStore:
         notify: Function that wakes the loop; called on any thread, when a load has ended.
         max_host_bytes: Size of the tier in host memory; 0: there is none.
         files: The tier in files, which this object closes; None: there is none.
+        always_loads: Whether blocks are loaded even if computing them is faster.
     """
 
     def __init__(
@@ -140,11 +141,13 @@ class HostBlockStore:
         notify: Callable[[], None],
         max_host_bytes: int = 0,
         files: BlockFiles | None = None,
+        always_loads: bool = False,
     ) -> None:
         self._memory: BlockMemory | None = memory
         self._notify = notify
         self._files = files
         self._pays = LoadingPays(tokens_per_block)
+        self._always_loads = always_loads
         self._lock = threading.Lock()
         self._in_host: OrderedDict[bytes, NDArray[np.uint8]] = OrderedDict()  # least recently used first
         self._host = TierCounts(HOST, max_host_bytes)
@@ -178,7 +181,7 @@ class HostBlockStore:
         for piece in commands.saves:
             self._save(piece)
         for load in commands.loads:
-            if self._pays.ask():
+            if self._always_loads or self._pays.ask():
                 self._loads.put((load, time.monotonic()))
             else:
                 self._end(load, ())
@@ -351,6 +354,11 @@ class HostBlockStore:
         return tier
 
     # ---------------------------------------------------------------- the end
+
+    def make_room(self) -> None:
+        """Remove files of other identities if their folder is too large; see `BlockFiles`."""
+        if self._files is not None:
+            self._files.make_room()
 
     def use_memory(self, memory: BlockMemory | None) -> None:
         """Use the blocks of another cache of the same layout; None until there is one. Any thread.

@@ -1,4 +1,4 @@
-"""Sockets between rank 0 and every other rank, for heartbeats, and wake-ups without a call to MPI.
+"""Sockets between rank 0 and every other rank: heartbeats, wake-ups without a call to MPI, and ends of loads.
 
 A `Heartbeat` owns the connections made by `rendezvous.meet`, and one thread, which reads all of them, sends a
 heartbeat on each five times per timeout, and detects lost ranks: by a connection that ends without a goodbye, by
@@ -37,6 +37,7 @@ class _Kind(IntEnum):
     WAKE = 2  # rank 0 → others: enter the next broadcast
     FAILED = 3  # number: the iteration in which the sender's forward pass raised, or NEVER
     GOODBYE = 4  # the connection is about to end normally
+    LOADED = 5  # others → rank 0; number: a load of saved KV blocks and its result (`ranked_store.py`)
 
 
 class Heartbeat:
@@ -55,6 +56,8 @@ class Heartbeat:
     Attributes:
         iteration: The first iteration that this rank has not finished. The loop sets it, and heartbeats
             contain it.
+        on_loaded: Rank 0: called on the heartbeat's thread with the number that another rank gave to
+            `report_load`.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Heartbeat:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.iteration = 0
+        self.on_loaded: Callable[[int], None] = lambda number: None
         self._connections = {peer.rank: _PeerConnection(peer) for peer in peers}
         self._num_ranks = num_ranks
         self._timeout_s = timeout_s
@@ -130,6 +134,10 @@ class Heartbeat:
             return
         with self._changed:
             self._own_failures.append(iteration)
+
+    def report_load(self, number: int) -> None:
+        """Other ranks: report to rank 0 that a load of saved KV blocks has ended."""
+        self._connections[0].send(_Kind.LOADED, number)
 
     def close(self) -> None:
         """Send a goodbye, unless a rank is lost, and end the thread and the connections. Idempotent."""
@@ -199,6 +207,8 @@ class Heartbeat:
                 self._failure_detector.failed(rank, number, now_s)
             elif kind == _Kind.GOODBYE:
                 self._note_goodbye(rank)
+            elif kind == _Kind.LOADED:
+                self.on_loaded(number)
         if rank not in self._left:
             return None if end is None else Loss(rank, end)
         selector.unregister(connection.socket)

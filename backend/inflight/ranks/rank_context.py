@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import faulthandler
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,10 +21,12 @@ from inflight.ranks.failure_detector import NEVER
 from inflight.ranks.heartbeat import Heartbeat
 from inflight.ranks.job import Briefing, Job
 from inflight.ranks.lockstep import Lockstep
+from inflight.ranks.ranked_store import FollowersBlockStore, LeadersBlockStore
 from inflight.ranks.rendezvous import gather_hosts, meet
 from inflight.ranks.topology import Host
 
 if TYPE_CHECKING:
+    from inflight.core.ports import BlockStore
     from inflight.ranks.mpi import MpiWorld
 
 _TOGETHER_S = 120.0
@@ -118,6 +120,30 @@ class RankContext:
     def report_failure(self, iteration: int) -> None:
         """Report to rank 0 that this rank's forward pass raised in `iteration`."""
         self._heartbeat.report_failure(iteration)
+
+    def share_block_store(
+        self, make_store: Callable[[Callable[[], None]], BlockStore], notify: Callable[[], None]
+    ) -> BlockStore:
+        """Return the store of KV blocks for this rank's loop.
+
+        Called on all ranks at the same time. Raises the same ConfigError on all ranks if one of them cannot make
+        its store.
+
+        Args:
+            make_store: Returns the store of this rank's part; its argument is a function that the store calls, on
+                any thread, when a load has ended.
+            notify: Function that wakes this rank's loop.
+        """
+        with ExitStack() as undo:
+            with self.agreement.step():
+                if self.ranks.is_leader:
+                    shared = leaders = LeadersBlockStore(make_store(notify), self.world.size, notify)
+                    self._heartbeat.on_loaded = leaders.hear
+                else:
+                    shared = FollowersBlockStore(make_store, self._heartbeat.report_load)
+                undo.callback(shared.close)
+            undo.pop_all()
+        return shared
 
     def report_dead_loop(self) -> None:
         """Report this rank as lost, as its loop is dead and the others would wait for it."""

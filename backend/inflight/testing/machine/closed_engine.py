@@ -5,10 +5,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from zlib import crc32
 
 from inflight.adapters.cache import HostAdapterCache
 from inflight.build import RunningEngine
-from inflight.core.schedule.batch import EngineLimits, ScheduledBatch
+from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
 from inflight.testing.fake_engine import FakeEngine, FakeLogits
 from inflight.testing.simulation.integrity import check_integrity
 
@@ -25,6 +26,7 @@ class FailingDevice(FakeEngine):
     Attributes:
         must_die: Whether the next batch ends the loop; `has_died`: whether it has.
         batches: Iterations of the batches so far.
+        outputs: Digests of their outputs.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class FailingDevice(FakeEngine):
         self._failure = failure
         self.must_die = self.has_died = False
         self.batches: list[int] = []  # iterations
+        self.outputs: list[int] = []
 
     def forward(self, batch: ScheduledBatch) -> FakeLogits:
         """Compute a batch, or raise."""
@@ -44,6 +47,12 @@ class FailingDevice(FakeEngine):
             self.has_died = True
             raise _LoopDies
         return super().forward(batch)
+
+    def decode(self, batch: ScheduledBatch, logits: FakeLogits) -> ModelOutput:
+        """Choose tokens, and record them."""
+        output = super().decode(batch, logits)
+        self.outputs.append(crc32(repr((output.token_ids, output.beams)).encode()))
+        return output
 
 
 def check_closed(engine: RunningEngine, memories: Sequence[EngineBlocks]) -> None:

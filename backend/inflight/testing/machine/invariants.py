@@ -22,6 +22,7 @@ from inflight.block_store.files import BlockFiles
 from inflight.block_store.store import HostBlockStore
 from inflight.block_store.tier_counts import TierCounts
 from inflight.build import RunningEngine
+from inflight.core.ports import BlockStore
 from inflight.core.request.response import Response
 from inflight.core.schedule.batch import ScheduledBatch
 from inflight.core.scheduler import Scheduler
@@ -29,6 +30,7 @@ from inflight.endpoint.delivery import Delivery
 from inflight.endpoint.local import LocalEngineClient
 from inflight.endpoint.server import EndpointServer
 from inflight.errors import InflightError
+from inflight.ranks.ranked_store import FollowersBlockStore, LeadersBlockStore
 from inflight.testing.simulation.integrity import check_integrity
 
 from .scheduler import Fiber, Machine
@@ -102,9 +104,10 @@ class _ChecksAfterIterations(_Manager):
             check_requests(self._client, scheduler, self._num_taken)
         check_limits(scheduler)
         self._check_progress(is_busy)
-        if isinstance(self._block_store, HostBlockStore):
-            check_store(self._block_store)
-            check_traffic(scheduler)
+        if (own := _own_store(self._block_store)) is not None:
+            check_store(own)
+            if own is self._block_store:  # with several ranks the scheduler counts what all have loaded
+                check_traffic(scheduler)
 
     def _check_progress(self, is_busy: bool) -> None:
         """Check that a sequence runs if only waiting ones are left, at the latest in the next iteration."""
@@ -177,6 +180,13 @@ def check_limits(scheduler: Scheduler) -> None:
         level = waiting._levels.get(priority)
         num_new = held[priority] + (0 if level is None else level.num_new)
         assert num_new <= most, f"{num_new} sequences of priority {priority:g} wait, at most {most}"
+
+
+def _own_store(block_store: BlockStore | None) -> HostBlockStore | None:
+    """Return the store of this rank's part of saved blocks."""
+    if isinstance(block_store, (LeadersBlockStore, FollowersBlockStore)):
+        block_store = block_store._store
+    return block_store if isinstance(block_store, HostBlockStore) else None
 
 
 def check_store(block_store: HostBlockStore) -> None:
@@ -278,8 +288,11 @@ def _check_obstacles(engine: RunningEngine) -> None:
     manager, scheduler = engine._manager, engine._manager._scheduler
     saved, block_store = scheduler.kv_cache.saved, manager._block_store
     loads = {} if saved is None else saved.loads
+    if (own := _own_store(block_store)) is not None:
+        assert not own._ended, "KV blocks have been read, and the loop rests"
+    if isinstance(block_store, LeadersBlockStore):
+        assert not block_store._heard, "another rank has read KV blocks, and the loop rests"
     if isinstance(block_store, HostBlockStore):
-        assert not block_store._ended, "KV blocks have been read, and the loop rests"
         queued = [job for job in _items(block_store._loads) if job is not None]
         assert len(loads) - len(queued) <= 1, "KV blocks are awaited that nobody reads"
     held = scheduler._admission.held

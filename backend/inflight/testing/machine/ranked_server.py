@@ -10,7 +10,8 @@ ended.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from inflight.errors import Unavailable
 from inflight.ranks.heartbeat import Heartbeat
 from inflight.ranks.lockstep import Lockstep
 from inflight.ranks.mpi import MpiWorld
-from inflight.ranks.rank_context import RankContext
+from inflight.ranks.rank_context import Agreement, RankContext
 from inflight.ranks.rendezvous import Peer
 
 from .scheduler import Fiber, Machine, Process, Waiters
@@ -45,13 +46,32 @@ class _Broadcasts:
         self.waiting: list[deque[bytes]] = [deque() for _ in range(size)]
         self.changed = Waiters(machine)
         self.num_left = 0
+        self.num_agreed = 0
+
+
+class _Agreement:
+    """The part of `ranks.rank_context.Agreement` that the store of saved blocks uses: no rank fails."""
+
+    def __init__(self, broadcasts: _Broadcasts) -> None:
+        self._broadcasts = broadcasts
+
+    @contextmanager
+    def step(self) -> Generator[None]:
+        """Run a step, and wait until all ranks have."""
+        shared = self._broadcasts
+        yield
+        shared.num_agreed += 1
+        shared.changed.wake()
+        while shared.num_agreed < shared.size:
+            shared.changed.wait()
 
 
 class _World:
     """The part of `ranks.mpi.MpiWorld` that lockstep uses, for one rank."""
 
-    def __init__(self, broadcasts: _Broadcasts, rank: int) -> None:
+    def __init__(self, broadcasts: _Broadcasts, rank: int, agreement: _Agreement) -> None:
         self.rank, self.size = rank, broadcasts.size
+        self.agreement = agreement
         self._broadcasts = broadcasts
 
     def broadcast(self, message: bytes = b"") -> bytes:
@@ -100,9 +120,6 @@ class RankedServer(WholeServer):
     def _has_adapters(self) -> bool:
         return False
 
-    def _saves_blocks(self) -> bool:
-        return False
-
     # ---------------------------------------------------------------- processes
 
     def _start_engine(self) -> None:
@@ -117,7 +134,7 @@ class RankedServer(WholeServer):
         self._mains, self._devices = [], []
         for rank, process in enumerate(self._ranks):
             run = self._be_leader if rank == 0 else self._be_follower
-            world = _World(shared, rank)
+            world = _World(shared, rank, _Agreement(shared))
             main = partial(run, process, world, peers[rank])
             self._mains.append(machine.spawn(process, main, "main"))
 
@@ -153,6 +170,7 @@ class RankedServer(WholeServer):
         context._heartbeat = Heartbeat(peers, world.size, _TIMEOUT_S, on_loss)
         context.ranks = Lockstep(cast(MpiWorld, world), context._heartbeat)
         context.world = cast(MpiWorld, world)
+        context.agreement = cast(Agreement, world.agreement)
         context._has_left = False
         return context
 
@@ -201,6 +219,8 @@ class RankedServer(WholeServer):
         assert have_ended, "a rank does not end with rank 0"
         batches = [device.batches for device in self._devices]
         assert all(each == batches[0] for each in batches), "the ranks computed different batches"
+        outputs = [device.outputs for device in self._devices]
+        assert all(each == outputs[0] for each in outputs), "the ranks chose different tokens"
         for process in self._ranks:
             self.machine.kill(process)  # a process ends with its main thread
 
