@@ -54,6 +54,17 @@ def main(backend_name: str) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     jobs, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # so that a library's prints go to stderr and not into the answers
+    compile_jobs(backend_name, jobs, answers)
+
+
+def compile_jobs(backend_name: str, jobs: IO[bytes], answers: IO[bytes]) -> None:
+    """Read a vocabulary, then guides, and write an answer to each, until the input ends.
+
+    Args:
+        backend_name: The grammar library.
+        jobs: The engine's messages: the vocabulary first, then `CompileJob`s.
+        answers: Gets the `CompileAnswer`s.
+    """
     first = read_frame(jobs)
     if first is None:
         return

@@ -1,4 +1,4 @@
-"""A whole server whose front ends are those of `/v1`: HTTP over simulated sockets, on an event loop of the machine.
+"""A whole server whose front ends are those of `/v1`: HTTP over simulated sockets, on the machine's event loop.
 
 Each front end is a process with the real application and HTTP protocol of `inflight.openai`, uvicorn's server, and
 the endpoint's client. What the front end submits is checked as in `whole_server`; what its clients get is compared

@@ -216,6 +216,9 @@ class SimpleQueue(Generic[_T]):
     def qsize(self) -> int:
         return len(self._items)
 
+    def empty(self) -> bool:
+        return not self._items
+
 
 def simulated_threading(machine: Machine) -> SimulatedModule:
     """Return the machine's module `threading`."""
