@@ -1,4 +1,4 @@
-"""What each piece of a model's text adds to content and tool calls. Immutable; any thread."""
+"""The additions to content and tool calls by each piece of a model's text. Immutable; any thread."""
 
 from __future__ import annotations
 
