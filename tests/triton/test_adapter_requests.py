@@ -75,7 +75,7 @@ def test_adapter_commands_are_refused_unless_enabled(build: Build) -> None:
 
 def test_a_bad_adapter_command_is_an_invalid_argument(build: Build) -> None:
     code, message = error_of(ask(build(), command="drop").wait_final()[0])
-    assert code == TritonError.INVALID_ARG and message.startswith("lora_command has no command")
+    assert code == TritonError.INVALID_ARG and message.startswith("lora_command has no known command")
 
 
 @pytest.mark.parametrize(

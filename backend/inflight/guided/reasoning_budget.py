@@ -39,7 +39,7 @@ _SPACES = (b" ", b"\n", b"  ", b" \n", b"\n ", b"\n\n")
 
 @dataclass(frozen=True, slots=True)
 class ReasoningGuide:
-    """A guide of this form, read.
+    """A guide that bounds the model's reasoning, after parsing.
 
     Attributes:
         begin: The text that opens reasoning; b"": the text begins with reasoning.

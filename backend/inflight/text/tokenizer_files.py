@@ -202,7 +202,7 @@ def _named(
 def _template(
     backend: tokenizers.Tokenizer, around: tuple[str, ...], named: Mapping[str, str]
 ) -> processors.TemplateProcessing:
-    """Return the post-processor that puts the special tokens `around`, a begin token or none, before a text."""
+    """Return the post-processor that puts `around` before a text: a begin token, or nothing."""
     before = [named[name] for name in around if name in named]
     ids = [(content, backend.token_to_id(content)) for content in before]
     return processors.TemplateProcessing(
