@@ -49,7 +49,7 @@ class _Broadcasts:
         self.num_agreed = 0
 
 
-class _Agreement:
+class _StepsOfAll:
     """The part of `ranks.rank_context.Agreement` that the store of saved blocks uses: no rank fails."""
 
     def __init__(self, broadcasts: _Broadcasts) -> None:
@@ -69,7 +69,7 @@ class _Agreement:
 class _World:
     """The part of `ranks.mpi.MpiWorld` that lockstep uses, for one rank."""
 
-    def __init__(self, broadcasts: _Broadcasts, rank: int, agreement: _Agreement) -> None:
+    def __init__(self, broadcasts: _Broadcasts, rank: int, agreement: _StepsOfAll) -> None:
         self.rank, self.size = rank, broadcasts.size
         self.agreement = agreement
         self._broadcasts = broadcasts
@@ -134,7 +134,7 @@ class RankedServer(WholeServer):
         self._mains, self._devices = [], []
         for rank, process in enumerate(self._ranks):
             run = self._be_leader if rank == 0 else self._be_follower
-            world = _World(shared, rank, _Agreement(shared))
+            world = _World(shared, rank, _StepsOfAll(shared))
             main = partial(run, process, world, peers[rank])
             self._mains.append(machine.spawn(process, main, "main"))
 
