@@ -260,6 +260,9 @@ def test_missing_and_damaged_weights(tmp_path: Path) -> None:
     (folder / "pytorch_model.bin").touch()
     found = problem(folder)
     assert "has no model.safetensors, only pytorch_model.bin" in found and "save_pretrained" in found
+    for damaged, reason in (("{", "Expecting property name"), ("{}", "it has no object weight_map")):
+        (folder / "model.safetensors.index.json").write_text(damaged)
+        assert f"{folder / 'model.safetensors.index.json'} cannot be read: {reason}" in problem(folder)
     index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "pytorch_model.bin").unlink()
