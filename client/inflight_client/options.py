@@ -123,7 +123,7 @@ def as_tensor(name: str, values: Any, dtype: type[np.generic] | np.dtype[Any], n
         with np.errstate(over="raise"):
             array = np.asarray(values, dtype=dtype)
     except FloatingPointError:
-        limit = np.finfo(dtype).max
+        limit = np.finfo(np.dtype(dtype).name).max
         raise ValueError(f"{name} must be in [{-limit:.4g}, {limit:.4g}], got {values!r:.200}") from None
     except (TypeError, ValueError):
         raise ValueError(f"{name} must be made of numbers, in rows of one length, got {values!r}") from None

@@ -319,9 +319,13 @@ def _draft_folder(engine: EngineConfig | None) -> str | None:
         return None
     try:
         engine.validate()
-        with_head_folder(describe(read_config_file(engine.gpt_model_path)), engine.draft_head_dir)
+        model = describe(read_config_file(engine.gpt_model_path))
     except ConfigError as error:
         return str(error)
+    try:
+        with_head_folder(model, engine.draft_head_dir)
+    except ConfigError as error:
+        return f"--draft-model: {error}"
     return None
 
 
