@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.measuring.drafts import DraftedRun
 from benchmarks.measuring.options import new_parser
 from inflight.arguments import positive
+from inflight.checkpoint_config import read_config_file
 from inflight.config import EngineConfig, SchedulingConfig, Speculation
 from inflight.core.request.request import IterationInput, OutputOptions, Request
 from inflight.core.request.response import SequenceResult
@@ -150,6 +151,7 @@ def main() -> None:
             engine.limits = replace(engine.limits, guess_cost=0.0)
         return engine
 
+    read_config_file(arguments.draft_model)  # raises ConfigError without a head
     tokenizer = Tokenizer.from_dir(arguments.model)
     output = OutputOptions(return_perf_metrics=True, exclude_input_from_output=True)
     rows = []

@@ -27,6 +27,7 @@ import psutil
 from benchmarks.measuring.options import new_parser
 from benchmarks.measuring.setup import cpu_name
 from inflight.arguments import positive
+from inflight.server.errors import ServeError
 from inflight.server.option_types import setting
 
 _DROP_CACHES = Path("/proc/sys/vm/drop_caches")
@@ -138,7 +139,7 @@ def _report(given: argparse.Namespace, starts: list[Start]) -> dict[str, object]
 
 
 def _start(command: list[str], environment: dict[str, str]) -> Start:
-    """Start a server, wait until READY, and end it. Raises RuntimeError with the log if it does not get ready."""
+    """Start a server, wait until READY, and end it. Raises ServeError with the log if it does not get ready."""
     begin = time.monotonic()
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as server:
@@ -157,7 +158,7 @@ def _start(command: list[str], environment: dict[str, str]) -> Start:
             for reader in readers:
                 reader.join()
     if log.ready_s is None:
-        raise RuntimeError(f"not ready at its end or after {_GIVE_UP_S:g} s:\n{''.join(log.lines)}")
+        raise ServeError(f"not ready at its end or after {_GIVE_UP_S:g} s:\n{''.join(log.lines)}")
     return Start(
         ready_s=log.ready_s,
         events_s=log.events_s,

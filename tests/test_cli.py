@@ -74,6 +74,10 @@ def test_a_command_of_another_program_is_answered_with_ours(
         ),
         (["--log-format", "xml"], "got 'xml'; choose from text, json\n"),
         (["one", "two"], "unrecognized arguments: two (expected one DIR_OR_HF_ID)\n"),
+        (
+            ["--mpirun-arguments", "--oversubscribe"],
+            "expected one argument; write --mpirun-arguments=VALUE if the value begins with a dash\n",
+        ),
     ],
 )
 def test_a_wrong_word_is_answered_with_those_that_may_be_there(

@@ -12,6 +12,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +24,7 @@ from inflight.version import package_version
 _FEW = 8  # choices that an error lists although one of them is near
 _UNRECOGNIZED = "unrecognized arguments: "
 _REQUIRED = "the following arguments are required: "
+_WITHOUT_VALUE = "expected one argument"
 _MAX_PORT = 65535
 _SCRIPT = re.compile(r"[ /.]")  # before the name of a program: scripts/serve, inflight serve, inflight.openai
 
@@ -170,6 +172,8 @@ class Parser(argparse.ArgumentParser):
             message = (
                 f"{_UNRECOGNIZED}{' '.join(unknown)}" if unknown else f"{message}, as in {self._example()}"
             )
+        if message.endswith(_WITHOUT_VALUE) and (flag := self._flag_before_dash()):
+            message += f"; write {flag}=VALUE if the value begins with a dash"
         if message.startswith(_UNRECOGNIZED):
             message += self._hint(message.removeprefix(_UNRECOGNIZED).split())
         self._refuse(message, f"{self.prog} --help lists the options")
@@ -192,6 +196,14 @@ class Parser(argparse.ArgumentParser):
         words = self._given[: self._given.index("--")] if "--" in self._given else self._given
         flags = [word.partition("=")[0] for word in words if word.startswith("--")]
         return [flag for flag in flags if flag not in self._option_string_actions]
+
+    def _flag_before_dash(self) -> str | None:
+        """Return the first option that takes a value and is followed by a word with a dash; None without one."""
+        for flag, word in pairwise(self._given):
+            action = self._option_string_actions.get(flag)
+            if action is not None and action.nargs != 0 and word.startswith("-"):
+                return flag
+        return None
 
     def _example(self) -> str:
         """Return a command line with every required argument."""

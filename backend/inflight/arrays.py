@@ -40,6 +40,21 @@ def to_float32(array: NDArray[Any]) -> NDArray[np.float32]:
     return array.astype(np.float32)
 
 
+def check_bias(bias: NDArray[np.float32], name: str) -> None:
+    """Raise InvalidArgument if a bias has NaN or +inf.
+
+    Args:
+        bias: [vocab_size], the number that is added to each token's logit.
+        name: Name of the bias for the error.
+    """
+    wrong = np.flatnonzero(np.isnan(bias) | np.isposinf(bias))
+    if len(wrong):
+        raise InvalidArgument(
+            Name(name),
+            f" must hold finite numbers, or -inf to ban a token, got {bias[wrong[0]]} for token {wrong[0]}",
+        )
+
+
 def to_prompt_table(array: NDArray[Any], name: str) -> PromptTable:
     """Convert `array` [rows, hidden_size] to a prompt table; raise InvalidArgument if a value is not finite.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -35,6 +36,9 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stderr.write(f"{_usage(programs)}\nbench: there is no benchmark {arguments[0]}{hint}\n")
         return 2
     sys.argv[:] = [sys.argv[0], *arguments[1:]]
+    # Some benchmarks start processes of their own, which have to find the package, too.
+    others = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(_folders()[0].parent), *([others] if others else [])])
     try:
         runpy.run_module(f"benchmarks.{name}", run_name="__main__")
     except (InflightError, ServeError) as error:
@@ -45,14 +49,18 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _programs() -> dict[str, str]:
     """Return the first line of each program's docstring, by the program's name."""
-    spec = importlib.util.find_spec("benchmarks")
-    folders = list(spec.submodule_search_locations or ()) if spec else []
     found: dict[str, str] = {}
-    for file in sorted(path for folder in folders for path in Path(folder).glob("*.py")):
+    for file in sorted(path for folder in _folders() for path in folder.glob("*.py")):
         text = file.read_text(encoding="utf-8")
         if not file.stem.endswith("_program") and '\nif __name__ == "__main__":' in text:
             found[file.stem] = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
     return found
+
+
+def _folders() -> list[Path]:
+    """Return the folders of the package `benchmarks`; [] if it is not installed."""
+    spec = importlib.util.find_spec("benchmarks")
+    return list(map(Path, spec.submodule_search_locations or ())) if spec else []
 
 
 def _usage(programs: dict[str, str]) -> str:

@@ -7,6 +7,7 @@ environment of its process. Standard library only.
 from __future__ import annotations
 
 import os
+import platform
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,10 @@ _MAX_SPIN_US = 1_000_000
 # Kubernetes adds variables with the addresses of all services, and a service may be called inflight.
 _OF_KUBERNETES = re.compile(r"SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?")
 _ADDRESS_OF_KUBERNETES = re.compile(r"(tcp|udp|sctp)://.*")
+
+
+_OF_MACHINES = {"x86_64": ("amx", "avx512", "avx2"), "aarch64": ("neon-bf16", "neon-dot", "neon")}
+"""Names of the targets of compiled layers that each architecture has beside `generic`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,8 @@ VARIABLES: Mapping[str, Variable] = {
             "INFLIGHT_CPU_TARGET",
             "the [target](operating.md#what-computes-the-layers) of compiled layers instead of the fastest one: "
             "`amx`, `avx512`, `avx2`, `neon-bf16`, `neon-dot`, `neon`, `generic`",
-            *("amx", "avx512", "avx2", "neon-bf16", "neon-dot", "neon", "generic"),
+            *_OF_MACHINES.get(platform.machine(), ()),
+            "generic",
         ),
         _choice(
             "INFLIGHT_CPU_BUILD",

@@ -48,7 +48,11 @@ def server_error(error: Exception, url: str) -> ServerError:
             status, message = _STATUS[kind], _with_options(marked)
     elif isinstance(error, grpc.RpcError):
         status, message = error.code().name, error.details() or ""
-    if status == "UNAVAILABLE" and "connect" in message.lower():
+    if "://" in url or not url:
+        message = (
+            f"the address is {url!r}, expected HOST:PORT of Triton's gRPC, as localhost:8001 ({message})"
+        )
+    elif status == "UNAVAILABLE" and "connect" in message.lower():
         message = f"no server answers at {url}; scripts/serve starts one, with gRPC at port 8001 ({message})"
     return ServerError(status, message)
 

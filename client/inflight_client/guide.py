@@ -19,7 +19,7 @@ class Guide:
         text: The schema, expression, grammar or tags; "" for json.
 
     Raises:
-        ValueError: The type is unknown.
+        ValueError: The type is unknown, or the guide is no text.
     """
 
     type: str
@@ -28,6 +28,8 @@ class Guide:
     def __post_init__(self) -> None:
         if self.type not in GUIDE_TYPES:
             raise ValueError(f"a guide's type must be one of {', '.join(GUIDE_TYPES)}, got {self.type!r}")
+        if not isinstance(self.text, str):
+            raise ValueError(f"a guide must be a text, got {self.text!r:.200}")
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Guide:

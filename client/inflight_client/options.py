@@ -5,6 +5,7 @@ Knows nothing of connections. Plain functions; any thread.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +73,9 @@ def read_options(given: Mapping[str, Any]) -> Options:
     for keyword, value in given.items():
         name = ALIASES.get(keyword, keyword)
         if name not in NAMES:
-            raise TypeError(f"unknown option {keyword!r}; there are {', '.join(NAMES)}")
+            near = difflib.get_close_matches(keyword, [*NAMES, *ALIASES], n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(NAMES)}"
+            raise TypeError(f"unknown option {keyword!r}; {hint}")
         if value is None:
             continue
         if name == ADDITIONAL:
@@ -98,7 +101,7 @@ def read_options(given: Mapping[str, Any]) -> Options:
 
 
 def _additional_names(value: Any) -> tuple[str, ...]:
-    names = (value,) if isinstance(value, str) else tuple(value)
+    names = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
     for name in names:
         if not isinstance(name, str) or not name.startswith((CONTEXT_OUTPUT, GENERATION_OUTPUT)):
             raise ValueError(
@@ -117,7 +120,11 @@ def as_tensor(name: str, values: Any, dtype: type[np.generic] | np.dtype[Any], n
     if isinstance(dtype, type) and issubclass(dtype, np.integer):
         _check_integers(name, values, dtype)
     try:
-        array = np.asarray(values, dtype=dtype)
+        with np.errstate(over="raise"):
+            array = np.asarray(values, dtype=dtype)
+    except FloatingPointError:
+        limit = np.finfo(np.dtype(dtype).name).max
+        raise ValueError(f"{name} must be in [{-limit:.4g}, {limit:.4g}], got {values!r:.200}") from None
     except (TypeError, ValueError):
         raise ValueError(f"{name} must be made of numbers, in rows of one length, got {values!r}") from None
     if array.ndim == ndim:
@@ -254,7 +261,7 @@ def _word_tensors(name: str, value: Any) -> Iterator[tuple[str, str, np.ndarray]
             raise ValueError(f"{name} must have two rows, shape [2, n] or [1, 2, n], got {list(value.shape)}")
         yield "", f"{name}_list", array
         return
-    words = [value] if isinstance(value, str) else list(value)
+    words = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]
     texts = [word for word in words if isinstance(word, str)]
     ids = [word for word in words if not isinstance(word, str)]
     if not all(isinstance(word, Iterable) and not isinstance(word, bytes) for word in ids):
@@ -289,7 +296,8 @@ def _text_array(texts: Sequence[str]) -> np.ndarray:
 
 def _check_scalar(name: str, value: Any, dtype: type[np.generic]) -> None:
     """Raise ValueError unless `value` is a number, or for a flag True, False, 1 or 0."""
-    if np.ndim(value) != 0:
+    is_text = isinstance(value, (str, bytes)) and issubclass(dtype, np.floating)
+    if np.ndim(value) != 0 or is_text:
         raise ValueError(f"{name} must be a number, got {value!r}")
     if dtype is np.bool_ and (isinstance(value, str) or value not in (0, 1)):
         raise ValueError(f"{name} must be True or False, got {value!r}")

@@ -276,7 +276,11 @@ def test_invalid_words_are_not_sent(server, client, words, message: str) -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": "hot"}, "temperature must be made of numbers, .*'hot'"),
+        ({"temperature": "hot"}, "temperature must be a number, got 'hot'"),
+        ({"temperature": 1e39}, r"temperature must be in \[-3.403e\+38, 3.403e\+38\], got \[1e\+39\]"),
+        ({"logit_bias": {5: 1e39}}, r"logit_bias_values must be in \[-3.403e\+38"),
+        ({"stop_words": 5}, r"stop_words must be texts or lists of token ids, .*got 5"),
+        ({"additional_outputs": 5}, "additional_outputs must be names of outputs, .*got 5"),
         ({"temperature": [0.5, 1.0]}, r"temperature must be a number, got \[0.5, 1.0\]"),
         ({"end_id": [1, 2]}, "end_id must be a number"),
         ({"logits_post_processor_name": 5}, "logits_post_processor_name must be a text, got 5"),

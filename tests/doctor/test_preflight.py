@@ -56,7 +56,8 @@ def test_an_eagle_head_of_another_model(tmp_path: Path) -> None:
         "speculative_decoding_mode is eagle3, expected none, prompt-lookup or suffix: engine is"
     )
     found = problem(DEMO_MODEL, speculate="eagle3", draft_model=tmp_path / "nothing")
-    assert found == f"{tmp_path / 'nothing'} is not a folder, expected a Hugging Face checkpoint folder"
+    told = f"{tmp_path / 'nothing'} is not a folder, expected a Hugging Face checkpoint folder"
+    assert found == f"--draft-model: {told}"
     found = problem(DEMO_MODEL, speculate="eagle3")
     assert "speculative_decoding_mode: got eagle3, expected speculative_model_dir with the folder" in found
 
@@ -142,6 +143,9 @@ def test_a_folder_without_an_adapter(tmp_path: Path) -> None:
         ("receipt_key_file", "{missing}", "there is no such file"),
         ("logits_post_processor_module", "{missing}/rules.py", "there is no such file"),
         ("record_path", "{missing}/trace", "its folder {missing} does not exist"),
+        ("record_path", "/proc/trace", "no file can be made in /proc: No such file or directory"),
+        ("debug_tensors_dir", "{file}/tensors", "{file} is not a folder"),
+        ("debug_tensors_dir", "/proc/tensors", "no file can be made in /proc: No such file or directory"),
         ("engine_endpoint", "{missing}/engine.sock", "its folder {missing} does not exist"),
         ("engine_endpoint", f"/tmp/{'e' * 103}", "longer than the 107 bytes of a socket's path"),
     ],
@@ -260,6 +264,9 @@ def test_missing_and_damaged_weights(tmp_path: Path) -> None:
     (folder / "pytorch_model.bin").touch()
     found = problem(folder)
     assert "has no model.safetensors, only pytorch_model.bin" in found and "save_pretrained" in found
+    for damaged, reason in (("{", "Expecting property name"), ("{}", "it has no object weight_map")):
+        (folder / "model.safetensors.index.json").write_text(damaged)
+        assert f"{folder / 'model.safetensors.index.json'} cannot be read: {reason}" in problem(folder)
     index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "pytorch_model.bin").unlink()

@@ -180,6 +180,18 @@ def test_the_last_requests_are_logged_when_the_server_is_lost(elsewhere, tmp_pat
 ODD_ANSWERS = {
     "no JSON": (GENERATE, b"{bad", 400, "failed to parse the request JSON buffer"),
     "no JSON for infer": (INFER, b"{bad", 400, "failed to parse the request JSON buffer"),
+    "a number for the first text": (
+        GENERATE,
+        {"text_input": 5, "max_tokens": 3},
+        400,
+        "; the faulty value is that of the first input in the body",
+    ),
+    "an unknown input": (
+        INFER,
+        {"inputs": [{"name": "input_id", "shape": [1, 1], "datatype": "INT32", "data": [1]}]},
+        400,
+        "'input_id' for model 'tensorrt_llm_infer'; the model's metadata has the names of its inputs",
+    ),
     "a text for a number": (
         GENERATE,
         {"text_input": "a", "max_tokens": "three"},
@@ -196,7 +208,7 @@ ODD_ANSWERS = {
         INFER,
         {"inputs": [tensor("input_ids", [1, 3], [1])]},
         400,
-        "'data' field; input_ids: expected integers",
+        "'data' field; input_ids: expected as many values as its shape has",
     ),
     "no inputs": (
         "/v2/models/postprocessing/infer",

@@ -281,6 +281,13 @@ def test_a_bias_may_be_a_numpy_array() -> None:
     assert convert(embedding_bias=np.array(BIAS)).embedding_bias == floats(*BIAS)
 
 
+def test_a_bias_with_numbers_that_are_not_finite_is_refused() -> None:
+    bias = torch.zeros(VOCABULARY)
+    bias[1], bias[3] = -torch.inf, torch.nan  # the first one bans a token
+    with pytest.raises(InvalidArgument, match=r"embedding_bias must hold finite .* got nan for token 3$"):
+        convert(embedding_bias=bias)
+
+
 def test_a_bias_of_another_size_is_refused_with_the_message_of_tensorrt_llm() -> None:
     with pytest.raises(InvalidArgument, match=r"embedding bias shape is not as expected.*\[10\].*got \[9\]"):
         convert(embedding_bias=torch.ones(9))

@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -612,9 +613,25 @@ def test_a_small_cache_pauses_requests(checkpoint: Path, reference) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((5,), "model_path is 5, expected the path of a folder, or a name"),
+        (
+            ("/model", trtllm.ModelType.DECODER_ONLY, {"max_beam_width": 1}),
+            "executor_config is {'max_beam_width': 1}, expected an ExecutorConfig",
+        ),
+    ],
+)
+def test_constructor_arguments_of_another_kind_are_named(arguments: tuple[Any, ...], said: str) -> None:
+    with pytest.raises(TypeError, match=f"^Executor: {said}$"):
+        trtllm.Executor(*arguments)
+
+
+@pytest.mark.parametrize(
     ("call", "said"),
     [
         (lambda executor: executor.enqueue_request("abc"), "expected a Request, got 'abc'"),
+        (lambda executor: executor.enqueue_requests(5), "expected a list of Requests, got 5"),
         (
             lambda executor: executor.await_responses("abc", 1),
             "the request is 'abc', expected an id or a list",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -373,10 +374,10 @@ def test_priorities_are_from_0_to_100(priority: int) -> None:
 @pytest.mark.parametrize(
     ("ranges", "message"),
     [
-        ([(0, 64), (32, 128)], "non-overlapping"),
+        ([(0, 64), (32, 128)], r"non-overlapping\. got \[\(0, 64\), \(32, 128\)\]"),
         ([(0, None), (30, 50)], "Invalid use of end indicator"),
         ([(-1, 5)], "non-negative"),
-        ([(5, 5)], "positive, non-zero length"),
+        ([(5, 5)], r"positive, non-zero length\. got \[\(5, 5\)\]"),
     ],
 )
 def test_invalid_ranges_are_refused(ranges: list[tuple[int, int | None]], message: str) -> None:
@@ -499,6 +500,20 @@ def test_a_priority_is_from_0_to_1(priority: float) -> None:
 def test_a_request_without_a_prompt_or_tokens_is_refused(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         trtllm.Request(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda given: trtllm.Request([1], 1, embedding_bias=given), "Request.embedding_bias"),
+        (lambda given: trtllm.PromptTuningConfig(given), "PromptTuningConfig.embedding_table"),
+        (lambda given: trtllm.LoraConfig(1, given, given), "LoraConfig.weights"),
+        (lambda given: trtllm.ExternalDraftTokensConfig([1], given), "ExternalDraftTokensConfig.logits"),
+    ],
+)
+def test_a_list_in_place_of_a_tensor_is_a_type_error(make: Callable[[Any], Any], field: str) -> None:
+    with pytest.raises(TypeError, match=rf"{field} must be torch\.Tensor.*, got \[1\.0\] \(list\)"):
+        make([1.0])
 
 
 def test_a_bias_is_a_vector() -> None:

@@ -313,6 +313,14 @@ def test_wrong_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert f"{other}: it has an answer to 'z', which is not in {file}" in capsys.readouterr().err
 
 
+def test_a_folder_in_place_of_the_requests_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command.main(["."]) == 2
+    assert capsys.readouterr().err == "batch: .: expected a file with requests, got a folder\n"
+
+
 def test_two_batches_do_not_write_to_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write_batch(tmp_path / "requests.jsonl", [completion("x")])
     output = tmp_path / "requests.output.jsonl"

@@ -5,14 +5,15 @@ Imports no torch and no numpy. Any thread.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from inflight.adapters.peft_config import PeftConfig
+from inflight.arguments import why_not_writable
 from inflight.doctor.weight_files import lfs_pointer, unreadable_weights
 from inflight.errors import InvalidArgument
 from inflight.server.repository import (
+    DEBUG_TENSORS_DIR,
     ENGINE_ENDPOINT,
     LORA_DIR,
     LORA_PREFETCH_DIR,
@@ -24,6 +25,7 @@ from inflight.server.repository import (
 )
 
 _FOLDERS = (MODEL_PATH, TOKENIZER, LORA_DIR, LORA_PREFETCH_DIR)
+_WRITTEN = (RECORD_PATH, ENGINE_ENDPOINT, DEBUG_TENSORS_DIR)
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
@@ -45,9 +47,10 @@ def unusable_paths(settings: Mapping[str, str]) -> Iterator[str]:
         folder = path.absolute().parent
         if key == ENGINE_ENDPOINT and (reason := _unusable_socket(str(path.absolute()))):
             yield f"--set {key}={value}: {reason}"
-        if key in (RECORD_PATH, ENGINE_ENDPOINT) and not os.access(folder, os.W_OK | os.X_OK):
-            reason = "is not writable" if folder.is_dir() else "does not exist"
-            yield f"--set {key}={value}: its folder {folder} {reason}"
+        if key in (RECORD_PATH, ENGINE_ENDPOINT) and not folder.is_dir():
+            yield f"--set {key}={value}: its folder {folder} does not exist"
+        elif key in _WRITTEN and (reason := why_not_writable(path if key == DEBUG_TENSORS_DIR else folder)):
+            yield f"--set {key}={value}: {reason}"
 
 
 def _unusable_socket(path: str) -> str | None:

@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import cast
 
 from inflight import environment
 from inflight.arguments import why_not_writable
@@ -318,9 +319,13 @@ def _draft_folder(engine: EngineConfig | None) -> str | None:
         return None
     try:
         engine.validate()
-        with_head_folder(describe(read_config_file(engine.gpt_model_path)), engine.draft_head_dir)
+        model = describe(read_config_file(engine.gpt_model_path))
     except ConfigError as error:
         return str(error)
+    try:
+        with_head_folder(model, engine.draft_head_dir)
+    except ConfigError as error:
+        return f"--draft-model: {error}"
     return None
 
 
@@ -331,6 +336,8 @@ def _weights(options: ServerOptions, engine: EngineConfig | None) -> str | None:
         return None
     if is_engine_folder(folder) or is_gguf(folder) or not (folder / "config.json").is_file():
         return None
+    if damage := _damaged_index(folder):
+        return damage
     for name in sorted(_weight_files(folder)):
         path = folder / name
         if not path.is_file():
@@ -344,6 +351,21 @@ def _weights(options: ServerOptions, engine: EngineConfig | None) -> str | None:
         if damage := unreadable_weights(path):
             return damage
     return None
+
+
+def _damaged_index(folder: Path) -> str | None:
+    """Return why the names of the weights' files cannot be read; None if they can be, or if there is one file."""
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").exists() or not index.is_file():
+        return None
+    try:
+        found = json.loads(index.read_text(encoding="utf-8"))
+        if isinstance(found, dict) and isinstance(cast("dict[str, object]", found).get("weight_map"), dict):
+            return None
+        reason = "it has no object weight_map"
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    return f"{index} cannot be read: {reason}: download the checkpoint again"
 
 
 def _weight_files(folder: Path) -> set[str]:

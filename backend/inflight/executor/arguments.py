@@ -62,6 +62,12 @@ def _from_folder(
     revision: str | None = None,
 ) -> tuple[str, ExecutorConfig, Parameters | None]:
     check_model_type(model_type)
+    if not isinstance(model_path, str | os.PathLike):  # pyright: ignore[reportUnnecessaryIsInstance] - from callers
+        raise TypeError(
+            f"Executor: model_path is {model_path!r:.100}, expected the path of a folder, or a name"
+        )
+    if not isinstance(executor_config, ExecutorConfig | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"Executor: executor_config is {executor_config!r:.100}, expected an ExecutorConfig")
     path = _checkpoint(os.fspath(model_path), revision)
     return path, executor_config or ExecutorConfig(), parameters
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from inflight.adapters.lora_tensors import lora_weights
 from inflight.additional_outputs import WantedOutput
-from inflight.arrays import BFLOAT16, to_prompt_table, to_rotary_table
+from inflight.arrays import BFLOAT16, check_bias, to_prompt_table, to_rotary_table
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
 from inflight.core.request.adapter import ITEM_SIZES, LoraRequest
@@ -140,6 +140,7 @@ def _embedding_bias(bias: Any, vocab_size: int) -> FloatTensor | None:
         raise InvalidArgument(
             f"embedding bias shape is not as expected: {[vocab_size]}, the vocabulary; got {list(tensor.shape)}"
         )
+    check_bias(np.frombuffer(tensor.data, np.float32), "embedding_bias")
     return tensor
 
 

@@ -206,6 +206,8 @@ class Executor:
             NotSupported: A request requires a feature that does not exist here.
         """
         client = self._client("Shutdown called, cannot enqueue requests")
+        if not isinstance(requests, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance] - from callers
+            raise TypeError(f"enqueue_requests: expected a list of Requests, got {requests!r:.100}")
         prepared = [self._prepare(request) for request in requests]
         self._reserve(sum(each.answers.num_sequences for each in prepared))
         handles: list[RequestHandle] = []

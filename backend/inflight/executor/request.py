@@ -140,7 +140,10 @@ class LoraConfig(Frozen):
                 f"Expected lora config tensor to have type kINT32, got {self.config.dtype}: int32 is expected"
             )
         if self.weights is not None and self.config is not None and len(self.weights) != len(self.config):
-            raise InvalidValue("Expected dim 0 of lora weights and lora config to have the same size")
+            raise InvalidValue(
+                "Expected dim 0 of lora weights and lora config to have the same size, got "
+                f"{len(self.weights)} and {len(self.config)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -284,13 +287,14 @@ class KvCacheRetentionConfig(Frozen):
         ranges.sort(key=lambda each: each.token_start)
         if any(each.token_end is None for each in ranges[:-1]):
             raise InvalidValue("Invalid use of end indicator.")
+        shown = f"got {[(each.token_start, each.token_end) for each in ranges]}"
         if any(each.token_start < 0 for each in ranges):
-            raise InvalidValue("Token indices must be non-negative.")
+            raise InvalidValue(f"Token indices must be non-negative. {shown}")
         if any(each.token_end is not None and each.token_start >= each.token_end for each in ranges):
-            raise InvalidValue("Range must have a positive, non-zero length.")
+            raise InvalidValue(f"Range must have a positive, non-zero length. {shown}")
         for before, after in pairwise(ranges):
             if before.token_end is not None and before.token_end > after.token_start:
-                raise InvalidValue("Token ranges must be non-overlapping.")
+                raise InvalidValue(f"Token ranges must be non-overlapping. {shown}")
 
 
 @also_called(max_new_tokens="max_tokens", type="request_type")

@@ -26,8 +26,12 @@ from inflight.executor.errors import InvalidValue
 _T = TypeVar("_T")
 _C = TypeVar("_C", bound=type)
 
-# Torch is not imported for annotations with tensors; any object is accepted as a tensor.
-_NAMES_IN_ANNOTATIONS = {"torch": SimpleNamespace(Tensor=Any)}
+
+class _Tensor:
+    """Stands for torch.Tensor in annotations, as torch is not imported; arrays of numpy are accepted, too."""
+
+
+_NAMES_IN_ANNOTATIONS = {"torch": SimpleNamespace(Tensor=_Tensor)}
 
 
 POSITIVE = Range(">= 1", lambda value: value >= 1)
@@ -175,6 +179,8 @@ def _converter(hint: Any) -> _Convert:
         return _to_int
     if hint is float:
         return _to_float
+    if hint is _Tensor:
+        return _to_tensor
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Union or origin is UnionType:
         return _to_one_of(
@@ -235,6 +241,12 @@ def _to_callable(value: Any) -> Any:
 
 def _to_float(value: Any) -> float:
     return float(_of_type(Real, value))
+
+
+def _to_tensor(value: Any) -> Any:
+    if not (hasattr(value, "shape") and hasattr(value, "dtype")):
+        raise _Mismatch
+    return value
 
 
 def _of_type(wanted: Any, value: Any) -> Any:

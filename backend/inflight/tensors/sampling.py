@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from inflight.arrays import check_bias
 from inflight.core.request.guide import Guide, GuideKind
 from inflight.core.request.request import ExternalDraft, FloatTensor
 from inflight.core.request.sampling_config import CONTROLS, SamplingConfig
@@ -151,12 +152,6 @@ def add_word_bias(
             with np.errstate(over="ignore", invalid="ignore"):  # check_bias refuses such results
                 np.add.at(bias, ids[ids < len(bias)], np.float32(weight))
     check_bias(bias, reader.shown_name(weights))
-
-
-def check_bias(bias: NDArray[np.float32], name: str) -> None:
-    """Raise InvalidArgument, with `name` as the tensor's name, if the bias has NaN or +inf."""
-    if np.isnan(bias).any() or np.isposinf(bias).any():
-        raise InvalidArgument(Name(name), " must hold finite numbers, or -inf to ban a token")
 
 
 def as_float_tensor(array: NDArray[Any]) -> FloatTensor:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 STANDARD_DEVIATION = 0.02
 
 
+_MAX_SEED = 2**63 - 1
+
+
 @dataclass(frozen=True)
 class Shape:
     """The sizes of a decoder.
@@ -271,6 +274,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--quantize: gpt2's checkpoints have no such matrices; expected another --family")
     if given.quantize and (given.quantize == _MXFP4) != (given.family == "gpt_oss"):
         parser.error(f"--quantize {given.quantize} --family {given.family}: {_MXFP4} goes with gpt_oss alone")
+    if given.seed > _MAX_SEED:
+        parser.error(f"argument --seed: expected a number up to {_MAX_SEED}, got {given.seed}")
     if given.std < 0:
         parser.error(f"argument --std: expected a number from 0, got {given.std:g}")
     from rich.console import Console

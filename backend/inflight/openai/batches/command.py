@@ -23,6 +23,9 @@ _WRONG_USAGE = 2
 def main(arguments: list[str] | None = None) -> int:
     """Answer a batch; return the exit status: 0 if every request succeeded, 2 if nothing could be sent, else 1."""
     given = _parser().parse_args(arguments)
+    if given.file.is_dir():
+        sys.stderr.write(f"batch: {given.file}: expected a file with requests, got a folder\n")
+        return _WRONG_USAGE
     output: Path = given.output or given.file.with_suffix(".output.jsonl")
     from inflight.openai.batches.offline import answer_batch
 

@@ -233,13 +233,15 @@ static const struct {
     {"batch size does not match other inputs",
      "; the first dimension of every input is the batch: [1, n] for the n ids of one prompt, [1, 1] for one number"},
     {"request has 0 inputs", "; expected the inputs of the model"},
+    {"unexpected inference input '", "; the model's metadata has the names of its inputs"},
+    {"unexpected inference output '", "; the model's metadata has the names of its outputs"},
 };
 
 const char* TRITONSERVER_ErrorMessage(Error* error) {
   static _Thread_local char text[1024];
   if (real_error_message == NULL) real_error_message = dlsym(RTLD_NEXT, "TRITONSERVER_ErrorMessage");
   const char* said = real_error_message(error);
-  for (size_t each = 0; real_request_new != NULL && said != NULL && each < 2; each++) {
+  for (size_t each = 0; real_request_new != NULL && said != NULL && each < sizeof MENDED_OF_CORE / sizeof *MENDED_OF_CORE; each++) {
     const char *mended = MENDED_OF_CORE[each].said, *hint = MENDED_OF_CORE[each].hint;
     if (strstr(said, mended) == NULL || strstr(said, hint) != NULL) continue; /* a text may come twice */
     snprintf(text, sizeof text, "%.700s%s", said, hint);
@@ -258,11 +260,16 @@ Error* TRITONSERVER_ErrorNew(int code, const char* text) {
   for (size_t each = 0; text != NULL && each < sizeof MENDED / sizeof *MENDED; each++) {
     if (strstr(text, MENDED[each].said) == NULL) continue;
     char field[256] = "";
-    if (strncmp(text, "Unable to parse", 15) == 0 && making.request != NULL && making.input[0] != '\0') {
+    if (strncmp(text, "Unable to parse", 15) == 0 && making.request != NULL) {
       /* infer adds an input before it reads its values, and generate afterwards. */
       int type = making.data_type >= 0 && making.data_type < NUM_TYPES ? making.data_type : 0;
-      if (is_generate) snprintf(field, sizeof field, "; the faulty value comes after %s in the body", making.input);
-      else snprintf(field, sizeof field, "; %s: expected %s", making.input, EXPECTED[type]);
+      bool is_first = making.input[0] == '\0';
+      if (is_generate && is_first) snprintf(field, sizeof field, "; the faulty value is that of the first input in the body");
+      else if (is_generate) snprintf(field, sizeof field, "; the faulty value comes after %s in the body", making.input);
+      else if (!is_first) {
+        const char* expected = strstr(text, "Shape does not match") ? "as many values as its shape has" : EXPECTED[type];
+        snprintf(field, sizeof field, "; %s: expected %s", making.input, expected);
+      }
     }
     const char* hint = is_generate || strstr(text, "Shape does not match") == NULL ? MENDED[each].hint : "";
     snprintf(said, sizeof said, "%.500s%s%s", text, field, hint);
