@@ -1,4 +1,4 @@
-"""A whole server with guides: the engine's compiler of guides and its process, which is slow, dies and is stopped.
+"""A whole server with guides: the engine's compiler of guides and its process, which is slow, dies and stops.
 
 The compiler (`guided.compiler`) and the loop of its process (`guided.child`) are the real ones; the grammar library
 is a small one that crashes and takes its time.
@@ -48,7 +48,7 @@ from .whole_server import RunReport, WholeServer
 
 _TIMEOUT_MS = 5000
 _LONGEST_CALL_NS = 2 * 10**9  # of the loop, with pauses of its thread
-_RESTART_S = 3.0  # of the process, with pauses
+_RESTART_S = 3.5  # of the process, with pauses
 
 if TYPE_CHECKING:
     _Compiler = ChildCompiler
@@ -78,9 +78,16 @@ class _Watched(_Compiler):
         return found
 
     def _compile(self, guide: Guide, is_slow: bool) -> bytes:
+        server, timeout_s = self.server, _TIMEOUT_MS / 1000
         if is_slow:
-            self.server.interrupted.add(guide)
-        return super()._compile(guide, is_slow)
+            server.interrupted.add(guide)
+        others_wait = not is_slow and not self._jobs.empty()
+        longest_s = _RESTART_S + (timeout_s / 10 if others_wait else timeout_s)
+        begun_ns = server.machine.now_ns
+        try:
+            return super()._compile(guide, is_slow)
+        finally:
+            server.check_compilation(begun_ns, longest_s)
 
 
 class ServerWithGuides(WholeServer):
@@ -195,6 +202,12 @@ class ServerWithGuides(WholeServer):
         now_ns = self.machine.now_ns
         is_excused = now_ns - begun_ns < _LONGEST_CALL_NS or self._was_disturbed(begun_ns, now_ns)
         self._require(is_excused, "the loop waits for the compiler of guides")
+
+    def check_compilation(self, begun_ns: int, longest_s: float) -> None:
+        """Check that compiling a guide took no longer than is allowed."""
+        now_ns = self.machine.now_ns
+        is_excused = now_ns - begun_ns < longest_s * 1e9 or self._was_disturbed(begun_ns, now_ns)
+        self._require(is_excused, f"a guide was compiled for {(now_ns - begun_ns) / 1e9:.1f} s")
 
     def check_wait(self, wait: tuple[int, int, Guide]) -> None:
         """Check that a guide that compiles quickly did not wait longer than for those before it."""

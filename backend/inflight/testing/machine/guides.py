@@ -31,7 +31,7 @@ from .scheduler import Machine
 
 FAST, SLOW, INVALID, CRASHING, BROKEN = "fast", "slow", "invalid", "crashing", "broken"
 _KINDS = (FAST, FAST, FAST, SLOW, INVALID, CRASHING, BROKEN)
-_SLOWEST_S = 12.0
+_SLOWEST_S = 20.0
 _OUT_OF_MEMORY = 137  # exit status
 
 
