@@ -1,7 +1,7 @@
-"""A whole server with guides: the engine's compiler of guides and its process, which is slow, dies and stops.
+"""A whole server with guides: the engine's compiler of guides and its process, which is slow and dies.
 
-The compiler (`guided.compiler`) and the loop of its process (`guided.child`) are the real ones; the grammar library
-is a small one that crashes and takes its time.
+The compiler (`guided.compiler`) and the loop of its process (`guided.child`) are the real ones. The grammar
+library is a small one that crashes and takes its time.
 """
 
 # pyright: reportPrivateUsage=false
@@ -43,6 +43,7 @@ from .guides import (
     draw_guide,
     kind_of,
 )
+from .invariants import is_resting
 from .threads import SimulatedModule
 from .whole_server import RunReport, WholeServer
 
@@ -232,8 +233,8 @@ class ServerWithGuides(WholeServer):
         if engine is None or process is None or self.machine.is_amid_steps(process):
             return
         guides, manager = engine._guides, engine._manager
-        if guides is None or not manager._work._waiters._fibers or manager._shutting_down:
-            return  # the loop does not rest
+        if guides is None or not is_resting(manager):
+            return
         assert not guides._events, "a guide is ready, and the loop rests"
         held = manager._scheduler._admission.held
         awaiting = {request_id for request_id, group in held.items() if group.awaits_guide}

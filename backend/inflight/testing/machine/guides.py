@@ -158,8 +158,8 @@ class GuidedDevice(FailingDevice):
             raise error
         bits = np.unpackbits(masks.view(np.uint8)[0], bitorder="little")
         logits = logits_after(digests[0], self.limits.vocab_size)
-        allowed = np.flatnonzero(bits[: len(logits)]).tolist()
-        token = max(allowed, key=lambda each: logits[each]) if allowed else GUIDE_END
+        allowed: list[int] = np.flatnonzero(bits[: len(logits)]).tolist()
+        token = max(allowed, key=logits.__getitem__) if allowed else GUIDE_END
         if allowed:
             matcher.consume((token,))
         row.go_on_with(token)
