@@ -66,12 +66,6 @@ MUTATIONS_OF_GUIDES = (
         "",
     ),
     Mutation(
-        "the process goes on after the end of its compiler",
-        "guided.compiler",
-        "        if child is not None:\n            child.kill()\n",
-        "        if child is not None:\n",
-    ),
-    Mutation(
         "half of an answer is taken for a whole one",
         "guided.child",
         "    return body if len(body) == length else None",

@@ -12,12 +12,6 @@ MUTATIONS_OF_OPENAI = (
         "            pass",
     ),
     Mutation(
-        "requests of a client that leaves go on",
-        "serving.engine_session",
-        "        self._has_news.set()\n        self.close()",
-        "        self._has_news.set()",
-    ),
-    Mutation(
         "a request that is submitted after its client has left goes on",
         "serving.engine_session",
         "            if is_closed:\n                handle.stop()",
@@ -36,11 +30,10 @@ MUTATIONS_OF_OPENAI = (
         "            pass\n",
     ),
     Mutation(
-        "a stream that fails has no end",
-        "openai.streaming",
-        '        await send({"type": "http.response.body", "body": self.end, "more_body": False})\n',
-        "        end = b'' if failure else self.end\n"
-        '        await send({"type": "http.response.body", "body": end, "more_body": False})\n',
+        "a stream does not tell its usage",
+        "openai.completions",
+        "        if last := prepared.of_last_chunk():",
+        "        if False and (last := prepared.of_last_chunk()):",
     ),
     Mutation(
         "pieces are counted instead of tokens",

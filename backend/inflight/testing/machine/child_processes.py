@@ -1,4 +1,4 @@
-"""The machine's `subprocess.Popen`: a process with pipes, which is killed when the process that started it ends."""
+"""The machine's `subprocess.Popen`: a process with pipes, which is killed when its parent ends."""
 
 from __future__ import annotations
 

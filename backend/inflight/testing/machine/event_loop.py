@@ -136,12 +136,10 @@ class MachineLoop(asyncio.SelectorEventLoop):
 
     def _start_serving(self, protocol_factory: Any, sock: Socket, *args: Any, **more: Any) -> None:
         if sock.fileno() >= 0:  # asyncio calls this again some time after descriptors ran out
-            start: Any = super()._start_serving  # pyright: ignore[reportAttributeAccessIssue]
-            start(protocol_factory, sock, *args, **more)
+            cast(Any, super())._start_serving(protocol_factory, sock, *args, **more)
 
     def _make_socket_transport(self, *args: Any, **more: Any) -> Any:
-        make: Any = super()._make_socket_transport  # pyright: ignore[reportAttributeAccessIssue]
-        transport = make(*args, **more)
+        transport: Any = cast(Any, super())._make_socket_transport(*args, **more)
         transport.set_write_buffer_limits(high=self._write_buffer)
         return transport
 

@@ -1,7 +1,7 @@
-"""A whole server with guides: the engine's compiler of guides and its process, which is slow, dies and is stopped.
+"""A whole server with guides: the engine's compiler of guides and its process, which is slow and dies.
 
-The compiler (`guided.compiler`) and the loop of its process (`guided.child`) are the real ones; the grammar library
-is a small one that crashes and takes its time.
+The compiler (`guided.compiler`) and the loop of its process (`guided.child`) are the real ones. The grammar
+library is a small one that crashes and takes its time.
 """
 
 # pyright: reportPrivateUsage=false
@@ -43,12 +43,13 @@ from .guides import (
     draw_guide,
     kind_of,
 )
+from .invariants import is_resting
 from .threads import SimulatedModule
 from .whole_server import RunReport, WholeServer
 
 _TIMEOUT_MS = 5000
 _LONGEST_CALL_NS = 2 * 10**9  # of the loop, with pauses of its thread
-_RESTART_S = 3.0  # of the process, with pauses
+_RESTART_S = 3.5  # of the process, with pauses
 
 if TYPE_CHECKING:
     _Compiler = ChildCompiler
@@ -78,9 +79,16 @@ class _Watched(_Compiler):
         return found
 
     def _compile(self, guide: Guide, is_slow: bool) -> bytes:
+        server, timeout_s = self.server, _TIMEOUT_MS / 1000
         if is_slow:
-            self.server.interrupted.add(guide)
-        return super()._compile(guide, is_slow)
+            server.interrupted.add(guide)
+        others_wait = not is_slow and not self._jobs.empty()
+        longest_s = _RESTART_S + (timeout_s / 10 if others_wait else timeout_s)
+        begun_ns = server.machine.now_ns
+        try:
+            return super()._compile(guide, is_slow)
+        finally:
+            server.check_compilation(begun_ns, longest_s)
 
 
 class ServerWithGuides(WholeServer):
@@ -196,6 +204,12 @@ class ServerWithGuides(WholeServer):
         is_excused = now_ns - begun_ns < _LONGEST_CALL_NS or self._was_disturbed(begun_ns, now_ns)
         self._require(is_excused, "the loop waits for the compiler of guides")
 
+    def check_compilation(self, begun_ns: int, longest_s: float) -> None:
+        """Check that compiling a guide took no longer than is allowed."""
+        now_ns = self.machine.now_ns
+        is_excused = now_ns - begun_ns < longest_s * 1e9 or self._was_disturbed(begun_ns, now_ns)
+        self._require(is_excused, f"a guide was compiled for {(now_ns - begun_ns) / 1e9:.1f} s")
+
     def check_wait(self, wait: tuple[int, int, Guide]) -> None:
         """Check that a guide that compiles quickly did not wait longer than for those before it."""
         begun_ns, longest_ns, guide = wait
@@ -219,8 +233,8 @@ class ServerWithGuides(WholeServer):
         if engine is None or process is None or self.machine.is_amid_steps(process):
             return
         guides, manager = engine._guides, engine._manager
-        if guides is None or not manager._work._waiters._fibers or manager._shutting_down:
-            return  # the loop does not rest
+        if guides is None or not is_resting(manager):
+            return
         assert not guides._events, "a guide is ready, and the loop rests"
         held = manager._scheduler._admission.held
         awaiting = {request_id for request_id, group in held.items() if group.awaits_guide}

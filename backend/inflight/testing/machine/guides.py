@@ -31,7 +31,7 @@ from .scheduler import Machine
 
 FAST, SLOW, INVALID, CRASHING, BROKEN = "fast", "slow", "invalid", "crashing", "broken"
 _KINDS = (FAST, FAST, FAST, SLOW, INVALID, CRASHING, BROKEN)
-_SLOWEST_S = 12.0
+_SLOWEST_S = 20.0
 _OUT_OF_MEMORY = 137  # exit status
 
 
@@ -158,8 +158,8 @@ class GuidedDevice(FailingDevice):
             raise error
         bits = np.unpackbits(masks.view(np.uint8)[0], bitorder="little")
         logits = logits_after(digests[0], self.limits.vocab_size)
-        allowed = np.flatnonzero(bits[: len(logits)]).tolist()
-        token = max(allowed, key=lambda each: logits[each]) if allowed else GUIDE_END
+        allowed: list[int] = np.flatnonzero(bits[: len(logits)]).tolist()
+        token = max(allowed, key=logits.__getitem__) if allowed else GUIDE_END
         if allowed:
             matcher.consume((token,))
         row.go_on_with(token)

@@ -270,7 +270,7 @@ def check_waits(engine: RunningEngine) -> None:
         check_adapters(engine._adapters.cache)
     if engine._endpoint is not None:
         _check_connections(engine._endpoint)
-    if not _sleepers(manager._work) or manager._shutting_down:
+    if not is_resting(manager):
         return
     assert not manager._work.is_set(), "the loop rests although it was woken"
     assert not (client._queue and manager._scheduler.room and not client._with_receipt), (
@@ -281,6 +281,11 @@ def check_waits(engine: RunningEngine) -> None:
         "a request is to stop, and the loop rests"
     )
     _check_obstacles(engine)
+
+
+def is_resting(manager: GptManager) -> bool:
+    """Whether an engine's loop waits for work."""
+    return bool(_sleepers(manager._work)) and not manager._shutting_down
 
 
 def _check_obstacles(engine: RunningEngine) -> None:

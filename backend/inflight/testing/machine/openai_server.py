@@ -9,6 +9,7 @@ with the text and tokens of each prompt alone.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import logging
@@ -126,6 +127,7 @@ class ServerForOpenAi(WholeServer):
                     self._check_abandoned(ask)
                 return report
         finally:
+            gc.collect(1)  # what this run and the one before have made
             if was_enabled:
                 gc.enable()
 
@@ -333,11 +335,12 @@ class ServerForOpenAi(WholeServer):
 
     def _check_error_of(self, ask: HttpAsk, status: int, message: str) -> None:
         """Check that there is a reason for an error."""
-        errors = [each.refusal or (each.responses and each.responses[-1].error) for each in ask.tickets]
+        found = [
+            each.refusal or (each.responses[-1].error if each.responses else None) for each in ask.tickets
+        ]
+        errors = [each for each in found if each is not None]
         if status == 503:
-            is_known = any(
-                error and error.code == "UNAVAILABLE" and not isinstance(error, QueueFull) for error in errors
-            )
+            is_known = any(each.code == "UNAVAILABLE" and not isinstance(each, QueueFull) for each in errors)
             assert self._is_excused(ask) or is_known, f"refused without a fault: {message}"
         elif status == 429:
             assert any(isinstance(error, QueueFull) for error in errors), message
@@ -492,13 +495,9 @@ def _letters_folder() -> str:
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     backend.decoder = decoders.Fuse()
     folder = tempfile.TemporaryDirectory(prefix="inflight-letters-")
-    _FOLDERS.append(folder)
+    atexit.register(folder.cleanup)
     backend.save(f"{folder.name}/tokenizer.json")
     return folder.name
-
-
-_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
-"""Folders that are removed at the end of the program."""
 
 
 def run(seed: int) -> RunReport:

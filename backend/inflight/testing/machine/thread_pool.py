@@ -33,16 +33,15 @@ class ThreadPool:
         self._is_shut = False
 
     def submit(self, function: Callable[..., object], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        if self._is_shut:
+        if self._is_shut or self._machine.is_over:
             raise RuntimeError("cannot schedule new futures after shutdown")
         future: Future[Any] = Future()
         needs_thread = self._jobs.qsize() >= self._num_idle and len(self._threads) < self._max_workers
-        if needs_thread:
-            self._threads.append(Thread(self._machine, target=self._work, name=self._name))
-            started = self._threads[-1]
+        started = [Thread(self._machine, target=self._work, name=self._name)] if needs_thread else []
+        self._threads += started
         self._jobs.put((future, partial(function, *args, **kwargs)))
-        if needs_thread:
-            started.start()
+        for thread in started:
+            thread.start()
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
