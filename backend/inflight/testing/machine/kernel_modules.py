@@ -1,4 +1,4 @@
-"""Simulated counterparts of `os`, `signal`, `select`, `subprocess`, `sys` and /proc for the machine's processes."""
+"""Simulated `os`, `signal`, `select`, `subprocess`, `sys` and /proc for the machine's processes."""
 
 from __future__ import annotations
 

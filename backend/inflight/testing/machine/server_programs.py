@@ -256,9 +256,10 @@ class Programs:
         if self.has_engine and model == self.models[0]:
             (me.folder / "engine.sock").touch()
         me.loaded.add(model)
-        silent_s = 0.0
+        silent_s, look_s = 0.0, rng.random() * _PARENT_LOOK_S
         while model not in me.finalized:
-            me.changed.wait(_PARENT_LOOK_S)
+            me.changed.wait(look_s)
+            look_s = _PARENT_LOOK_S
             silent_s = silent_s + _PARENT_LOOK_S if me.task.process.is_stopped else 0.0
             if me.task.status is not None or silent_s > _SILENT_PARENT_S:
                 return 1

@@ -351,7 +351,14 @@ class SupervisedServer(SimulatedRun):
         return self._lose(self._alive(lambda task: "inflight.server.keeper" in task.arguments))
 
     def _lose_endpoint(self) -> bool:
-        return self._lose(self._alive(lambda task: "inflight.openai" in task.arguments))
+        """Lose the process of /v1, and sometimes the next one before it listens."""
+        lost = self._alive(lambda task: "inflight.openai" in task.arguments)
+        num_before = len(self.programs.endpoints)
+        if not self._lose(lost):
+            return False
+        if self.rng.random() < 0.3 and self._wait(3.0, lambda: len(self.programs.endpoints) > num_before):
+            self._lose(self._alive(lambda task: "inflight.openai" in task.arguments))
+        return True
 
     def _stop_launcher(self) -> bool:
         seconds = self.rng.choice([0.5, 5.0, 60.0])
