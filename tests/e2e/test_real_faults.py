@@ -195,6 +195,8 @@ def test_clients_that_retry_are_answered_whichever_process_is_lost(
             assert not lost.is_running()
     assert not clients.wrong
     print(f"{kind}: repeated {clients.num_repeated}, longest {clients.longest_s:.1f} s")
+    serving.process.terminate()  # a killed one would leave its server behind if the keeper was lost
+    assert serving.process.wait(PATIENCE_S) == 0
 
 
 def test_clients_are_answered_when_the_supervisor_is_stopped_and_lost_processes_when_it_goes_on(
@@ -215,8 +217,8 @@ def test_clients_are_answered_when_the_supervisor_is_stopped_and_lost_processes_
 
 
 def test_nothing_is_left_of_a_busy_server_whose_supervisor_is_killed(serving: Command) -> None:
-    folder = serving.folder()
     with under_load(serving) as (_, clients):
+        folder = serving.folder()
         begun_s = time.monotonic()
         serving.process.kill()
         wait_until(lambda: not folder.exists(), PATIENCE_S)
@@ -227,8 +229,8 @@ def test_nothing_is_left_of_a_busy_server_whose_supervisor_is_killed(serving: Co
 
 
 def test_a_server_ends_in_order_although_its_keeper_is_stopped(serving: Command) -> None:
-    folder = serving.folder()
     with under_load(serving) as (_, clients):
+        folder = serving.folder()
         keeper = process_of(serving, "inflight.server.keeper")
         keeper.send_signal(signal.SIGSTOP)
         serving.process.terminate()
