@@ -215,6 +215,23 @@ def test_an_orchestrated_engine_is_restarted_after_a_loss(server, victim, number
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("rested")
+def test_a_stopped_mpirun_disturbs_no_request_and_ends_with_its_ranks(server):
+    before, expected = Processes.of(server), tokens(server)
+    stream = Stream(server.grpc)
+    stream.send(ENGINE, input_ids=PROMPT, request_output_len=200, end_id=-1, streaming=True)
+    stream.receive()
+    before.signal("mpirun", STOP)
+    assert tokens(server) == expected
+    assert list(stream.until_final())[-1].error is None
+    stream.client.close()
+    reload(server)
+    assert tokens(server) == expected
+    old = {before.by_name[name] for name in ("rank 0", "rank 1", "mpirun")}
+    wait_until(lambda: not old & Processes.of(server).all)
+
+
+@pytest.mark.exhaustive
 def test_loading_after_unloading_starts_other_ranks(server):
     before, expected = Processes.of(server), tokens(server)
     reload(server)
@@ -246,7 +263,7 @@ def test_unloading_ends_the_ranks(server):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mode", "number"),
-    [("orchestrator", KILL), ("leader", KILL), ("leader", STOP)],
+    [("orchestrator", KILL), ("orchestrator", STOP), ("leader", KILL), ("leader", STOP)],
 )
 def test_a_lost_stub_ends_the_server(elsewhere, mode, number):
     with serve(dtype="float32", settings=SETTINGS, options=ServerOptions(tp=2, mode=mode)) as server:

@@ -7,6 +7,7 @@ group of their own, are skipped without them.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import resource
@@ -33,7 +34,7 @@ from inflight.testing.fake_server import make_fake_repository
 from tests.commands import Command, command
 
 from .clients import wait_until
-from .conftest import DEMO_MODEL
+from .conftest import DEMO_MODEL, REPOSITORY
 
 pytestmark = pytest.mark.exhaustive
 
@@ -45,7 +46,15 @@ SETTINGS = {
     "tokenizer_dir": str(DEMO_MODEL),
     "enable_state_requests": "true",
 }
-PROCESSES = ("tritonserver", "inflight.openai", "tensorrt_llm", "preprocessing", "inflight.server.guard")
+FRONT_ENDS = ("preprocessing", "postprocessing", "ensemble", "tensorrt_llm_bls", "tensorrt_llm_infer")
+PROCESSES = (
+    "tritonserver",
+    "inflight.openai",
+    "tensorrt_llm",
+    *FRONT_ENDS,
+    "inflight.server.guard",
+    "inflight.server.keeper",
+)
 """A process of each kind; a model's process has the model's name."""
 
 
@@ -73,11 +82,12 @@ class Clients:
         longest_s: The longest time from a request's first attempt to its answer, in seconds.
     """
 
-    def __init__(self, ready: dict[str, str]) -> None:
+    def __init__(self, ready: dict[str, str], more: dict[str, Callable[[], object]] | None = None) -> None:
         v1, triton = ready["openai"], ready["http"]
         self._asking: dict[str, Callable[[], object]] = {
             "v1": lambda: ask_v1(v1),
             "triton": lambda: ask_triton(triton),
+            **(more or {}),
         }
         self._expected = {name: ask() for name, ask in self._asking.items()}
         self._is_over = threading.Event()
@@ -150,8 +160,8 @@ def post(url: str, **body: Any) -> Any:
 
 def process_of(serving: Command, kind: str) -> psutil.Process:
     """Return the server's process of a kind."""
-    for each in runtime_directory.find_processes(serving.folder()):
-        process = psutil.Process(each.pid)
+    of_server = [psutil.Process(each.pid) for each in runtime_directory.find_processes(serving.folder())]
+    for process in (*of_server, *psutil.Process(serving.process.pid).children()):
         words = process.cmdline()
         if kind == process.name() or any(
             word == kind or word.endswith(f"/{kind}/1/model.py") for word in words
@@ -185,6 +195,74 @@ def test_clients_that_retry_are_answered_whichever_process_is_lost(
             assert not lost.is_running()
     assert not clients.wrong
     print(f"{kind}: repeated {clients.num_repeated}, longest {clients.longest_s:.1f} s")
+    serving.process.terminate()  # a killed one would leave its server behind if the keeper was lost
+    assert serving.process.wait(PATIENCE_S) == 0
+
+
+def test_clients_are_answered_when_the_supervisor_is_stopped_and_lost_processes_when_it_goes_on(
+    serving: Command,
+) -> None:
+    with under_load(serving) as (_, clients):
+        serving.process.send_signal(signal.SIGSTOP)
+        clients.wait_answered()
+        assert not clients.num_repeated
+        process_of(serving, "inflight.openai").kill()
+        wait_until(lambda: clients.num_repeated > 3, PATIENCE_S)
+        before = clients.num_answers["triton"]
+        wait_until(lambda: clients.num_answers["triton"] > before + 1, PATIENCE_S)
+        serving.process.send_signal(signal.SIGCONT)
+        clients.wait_answered()
+    assert not clients.wrong
+    print(f"supervisor stopped: repeated {clients.num_repeated}, longest {clients.longest_s:.1f} s")
+
+
+def test_nothing_is_left_of_a_busy_server_whose_supervisor_is_killed(serving: Command) -> None:
+    with under_load(serving) as (_, clients):
+        folder = serving.folder()
+        begun_s = time.monotonic()
+        serving.process.kill()
+        wait_until(lambda: not folder.exists(), PATIENCE_S)
+        print(f"supervisor killed: nothing left after {time.monotonic() - begun_s:.1f} s")
+        assert not runtime_directory.find_processes(folder)
+        assert not runtime_directory.shared_memory_files(folder)
+    assert not clients.wrong
+
+
+def test_a_server_ends_in_order_although_its_keeper_is_stopped(serving: Command) -> None:
+    with under_load(serving) as (_, clients):
+        folder = serving.folder()
+        keeper = process_of(serving, "inflight.server.keeper")
+        keeper.send_signal(signal.SIGSTOP)
+        serving.process.terminate()
+        assert serving.process.wait(PATIENCE_S) == 0
+        assert not keeper.is_running() and not folder.exists()
+    assert not clients.wrong
+
+
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "stopped"])
+def test_clients_with_guides_are_answered_when_the_process_that_compiles_them_is_lost(
+    elsewhere: Path, is_killed: bool
+) -> None:
+    numbers = itertools.count()
+
+    def ask_guided(base: str) -> str:
+        # Each request needs a guide that is not known yet.
+        schema = {"enum": ["yes"], "description": str(next(numbers))}
+        return ask_v1(
+            base, response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+        )
+
+    with command(REPOSITORY, "--openai-port", "0", "--served-model-name", "code") as serving:
+        ready = serving.ready_line()
+        watch_log(serving)
+        with Clients(ready, {"guided": lambda: ask_guided(ready["openai"])}) as clients:
+            clients.wait_answered()
+            lost = process_of(serving, "inflight.guided.child")
+            lost.send_signal(signal.SIGKILL if is_killed else signal.SIGSTOP)
+            clients.wait_answered()
+            assert not lost.is_running()
+    assert not clients.wrong
+    print(f"guides: repeated {clients.num_repeated}, longest {clients.longest_s:.1f} s")
 
 
 # ---------------------------------------------------------------- connections and descriptors

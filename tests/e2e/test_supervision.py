@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from tritonclient.utils import InferenceServerException
 
+from inflight.processes import words_of
 from inflight.server import runtime_directory
 from inflight.server.guard import SILENCE_S
 from inflight.testing.fake_server import make_fake_repository
@@ -213,16 +214,25 @@ def test_the_server_is_restarted_after_a_models_process_is_stopped(serving, mode
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("mode", ["orchestrator", "leader"])
-def test_a_server_with_ranks_is_restarted_with_new_ranks(elsewhere, mode):
+@pytest.mark.parametrize(
+    ("mode", "victim"),
+    [("orchestrator", "tritonserver"), ("leader", "tritonserver"), ("leader", "mpirun")],
+)
+def test_a_server_with_ranks_is_restarted_with_new_ranks(elsewhere, mode, victim):
     arguments = ["--tp", "2", "--mode", mode, "--dtype", "float32", "--set=max_tokens_in_paged_kv_cache=8192"]
     with command(REPOSITORY, *arguments) as serving:
         ready, folder = serving.ready_line(), serving.folder()
         before = unary(ready["grpc"], input_ids=PROMPT, request_output_len=8).as_numpy("output_ids").tolist()
         tritonserver = int((folder / "tritonserver.pid").read_text())
         old = runtime_directory.find_processes(folder)
-        os.kill(tritonserver, signal.SIGKILL)
+        stream = Stream(ready["grpc"])
+        stream.send("tensorrt_llm", input_ids=PROMPT, request_output_len=4000, end_id=-1, streaming=True)
+        stream.receive()
+        (mpirun,) = (each.pid for each in old if words_of(each.pid, "cmdline")[0].endswith(b"/prterun"))
+        os.kill(tritonserver if victim == "tritonserver" else mpirun, signal.SIGKILL)
         assert serving.ready_line() == ready
+        stream.client.stop_stream()
+        stream.client.close()
         assert not any(process in runtime_directory.find_processes(folder) for process in old)
         assert not folder.exists() and not runtime_directory.shared_memory_files(folder)
         after = unary(ready["grpc"], input_ids=PROMPT, request_output_len=8).as_numpy("output_ids").tolist()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import platform
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -82,3 +86,41 @@ def test_every_package_of_a_server_has_a_digest_and_the_pinned_version() -> None
     assert not wrong
     needed = {canonicalize_name(each.name) for each in packages_of("inflight", ("mpi", "kserve"), set())}
     assert needed - {canonicalize_name(name) for name in hashed} <= {"inflight", "setuptools"}
+
+
+def download(requirements: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Have pip download files with these digests; it does not use files that it has kept from earlier."""
+    file = folder / "requirements.txt"
+    file.write_text(requirements)
+    command = [sys.executable, "-m", "pip", "download", "--no-cache-dir", "--no-deps", "--require-hashes"]
+    command += ["--only-binary", ":all:", "-d", str(folder / "files"), "-r", str(file)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def made_for_this_machine() -> bool:
+    machine = (
+        f"{platform.system()}, {platform.machine()}, Python {platform.python_version().rpartition('.')[0]}."
+    )
+    return HASHED.split("\n")[0].endswith(f" for {machine}")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not made_for_this_machine(), reason="the digests are those of another machine's wheels")
+def test_the_index_serves_files_with_these_digests(tmp_path: Path) -> None:
+    every = re.findall(r"^(\S+==\S+) \\\n    --hash=sha256:[0-9a-f]{64}$", HASHED, re.M)
+    elsewhere = [name for name in every if "+" in name]
+    assert [name.partition("==")[0] for name in elsewhere] == [
+        "torch"
+    ]  # its build for CPUs has an index of its own
+    lines = [line for line in re.split(r"\n(?=\S)", HASHED) if not line.startswith("torch==")]
+    done = download("\n".join(lines), tmp_path)
+    assert not done.returncode, done.stderr[-4000:]
+    assert len(list((tmp_path / "files").iterdir())) == len(every) - len(elsewhere)
+
+
+@pytest.mark.exhaustive
+def test_pip_refuses_a_file_with_another_digest(tmp_path: Path) -> None:
+    found = re.search(r"^h11==\S+ \\\n    --hash=sha256:([0-9a-f]{64})$", HASHED, re.M)
+    assert found is not None
+    done = download(found[0].replace(found[1], found[1][::-1]), tmp_path)
+    assert done.returncode and "DO NOT MATCH THE HASHES" in done.stderr

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from inflight.processes import ProcessId
+from inflight.processes import ProcessId, this_parent
+from inflight.server import guard
 from inflight.server.log import find_cause
 
 # A server that starts a stub with a guard for one model, and a stub for another model, and then waits.
@@ -162,6 +163,37 @@ def test_a_models_process_may_end_after_dismissing_its_guard(stage: Stage):
     assert stage.guard.wait(PATIENCE_S)
     assert stage.server.poll() is None and stage.ranks.poll() is None
     assert not stage.other.wait(0)
+
+
+def test_a_stopped_guard_does_not_keep_its_model_from_ending(stage: Stage):
+    stage.guard.signal(signal.SIGSTOP)
+    stage.have_told("dismiss")
+    assert stage.guard.wait(PATIENCE_S)
+    assert stage.server.poll() is None and not stage.model.wait(0)
+
+
+def test_a_guard_does_not_end_the_process_that_adopted_a_model(monkeypatch: pytest.MonkeyPatch):
+    """tritonserver may have ended before its models start their guards."""
+    parent = this_parent()
+
+    def arguments(server: int) -> list[bytes]:
+        return [
+            b"triton_python_backend_stub",
+            b"model.py",
+            b"region",
+            b"1",
+            b"1",
+            str(server).encode(),
+            b"",
+            b"",
+        ]
+
+    monkeypatch.setattr(guard, "words_of", lambda pid, file: arguments(parent.pid))
+    assert guard._server() == parent
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    monkeypatch.setattr(guard, "words_of", lambda pid, file: arguments(ended.pid))
+    assert guard._server().wait(0)
 
 
 def test_a_resting_guard_ignores_the_end_of_its_model_and_lives_until_the_server_ends(stage: Stage):

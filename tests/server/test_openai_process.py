@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -18,6 +19,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import psutil
@@ -129,6 +132,31 @@ def test_a_stopped_endpoint_is_killed_and_started_again(
             "serve: the OpenAI endpoint was stopped by a signal for 0.1 s, and is killed",
             "serve: the OpenAI endpoint ended (exit status -9) and is started again now",
         ]
+
+
+def test_an_endpoint_that_cannot_be_started_is_tried_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = [True, True]
+
+    def refuse_two(*arguments: Any, **options: Any) -> Any:
+        if refusals:
+            refusals.pop()
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return subprocess.Popen(*arguments, **options)
+
+    with running(folder) as started:
+        first = started.pid()
+        stand_in = SimpleNamespace(Popen=refuse_two, PIPE=subprocess.PIPE)
+        monkeypatch.setattr(kept_process, "subprocess", stand_in)
+        os.kill(first, signal.SIGKILL)
+        assert eventually(lambda: started.pid() not in (0, first), 60)
+        assert eventually(lambda: is_listening(started.options.port), 60)
+        told = (
+            "the OpenAI endpoint cannot be started (Resource temporarily unavailable) and is started again in"
+        )
+        lines = [line for line in started.said.getvalue().splitlines() if told in line]
+        assert [line.rpartition(" in ")[2] for line in lines] == ["0.5 s", "1 s"]
 
 
 def is_listening(port: int) -> bool:

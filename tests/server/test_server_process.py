@@ -1,6 +1,7 @@
 """Processes of a server are found and ended, whichever process started them."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from inflight.processes import ProcessId
 from inflight.server import process, runtime_directory
+from inflight.server.keeper import Keeper
 from inflight.server.process import ServerProcess
 from inflight.server.runtime_directory import PID_FILE
 
@@ -85,3 +87,11 @@ def test_a_keeper_ends_the_server_of_a_killed_launcher(tmp_path: Path) -> None:
     )
     server = ProcessId.of(int(launcher.stdout))
     assert server is None or server.wait(60)
+
+
+def test_a_stopped_keeper_is_dismissed(tmp_path: Path) -> None:
+    keeper = Keeper(tmp_path)
+    keeper._process.send_signal(signal.SIGSTOP)
+    keeper.dismiss()
+    assert keeper._process.returncode == -signal.SIGKILL
+    assert tmp_path.exists()

@@ -54,10 +54,10 @@ MUTATIONS_OF_SUPERVISION = (
         "",
     ),
     Mutation(
-        "a signal during a pause is overlooked",
+        "a signal does not end a wait",
         "server.supervisor",
-        "        if self._has_served and self._signals.any():\n            return None\n",
-        "",
+        "        while not self.received and not until():",
+        "        while not until():",
     ),
     Mutation(
         "a loss is taken for an end in order",
@@ -128,14 +128,9 @@ MUTATIONS_OF_SUPERVISION = (
     Mutation(
         "/v1 is started again while the server ends",
         "server.kept_process",
-        "            self._ending.set()\n            if self._process is not None:\n                self._process.term",
-        "            if self._process is not None:\n                self._process.term",
-    ),
-    Mutation(
-        "processes that are started while others are killed go on",
-        "server.runtime_directory",
-        "    while processes := find_processes(folder):\n        for process in processes:\n",
-        "    for processes in [find_processes(folder)]:\n        for process in processes:\n",
+        "            self._ending.set()\n            if self._process is not None:\n"
+        "                self._process.terminate()",
+        "            if self._process is not None:\n                self._process.terminate()",
     ),
 )
 """The mistakes, each of which some seeds must reveal."""

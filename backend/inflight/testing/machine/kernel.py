@@ -20,7 +20,7 @@ import greenlet
 from .scheduler import Machine, Process, Waiters
 
 Handler = Callable[[int, FrameType | None], object]
-Program = Callable[["Task"], int]
+Program = Callable[["ProcessEntry"], int]
 """The main thread of a process; returns the exit status."""
 
 
@@ -96,7 +96,7 @@ class PipeEnd:
 class PidDescriptor(Watched):
     """A pidfd: ready once its process has ended."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: ProcessEntry) -> None:
         super().__init__()
         self.task = task
         task.pid_descriptors.append(self)
@@ -110,7 +110,7 @@ class PidDescriptor(Watched):
 
 
 @dataclass(eq=False)
-class Task:
+class ProcessEntry:
     """A process as the kernel knows it.
 
     Attributes:
@@ -130,7 +130,7 @@ class Task:
     """
 
     process: Process
-    parent: Task | None
+    parent: ProcessEntry | None
     arguments: tuple[str, ...]
     environment: dict[str, str]
     start_time: int
@@ -183,18 +183,18 @@ class Kernel:
 
     def __init__(self, machine: Machine, find_program: Callable[[Sequence[str]], Program]) -> None:
         self.machine = machine
-        self.tasks: dict[int, Task] = {}
+        self.tasks: dict[int, ProcessEntry] = {}
         self.refuses_processes = False
-        self.log: list[tuple[float, Task, str]] = []
+        self.log: list[tuple[float, ProcessEntry, str]] = []
         self._find_program = find_program
         self._numbers = count(1)
         self._is_frozen = False
-        self._continued: list[Task] = []  # that get SIGCONT when the machine goes on
-        self.init = Task(machine.start_process("init"), None, ("init",), {}, 0)
+        self._continued: list[ProcessEntry] = []  # that get SIGCONT when the machine goes on
+        self.init = ProcessEntry(machine.start_process("init"), None, ("init",), {}, 0)
         self.tasks[self.init.pid] = self.init
 
     @property
-    def this(self) -> Task:
+    def this(self) -> ProcessEntry:
         """The process of the thread that runs now."""
         return self.tasks[self.machine.process.pid]
 
@@ -206,8 +206,8 @@ class Kernel:
         environment: Mapping[str, str],
         descriptors: Mapping[int, PipeEnd] | None = None,
         program: Program | None = None,
-        parent: Task | None = None,
-    ) -> Task:
+        parent: ProcessEntry | None = None,
+    ) -> ProcessEntry:
         """Start a process.
 
         Args:
@@ -225,7 +225,7 @@ class Kernel:
             parent = self.tasks.get(machine.process.pid)
         parent = parent or self.init
         process = machine.start_process(" ".join(arguments))
-        task = Task(process, parent, tuple(arguments), dict(environment), machine.now_ns // 10**7)
+        task = ProcessEntry(process, parent, tuple(arguments), dict(environment), machine.now_ns // 10**7)
         task.descriptors.update(descriptors or {})
         process.resources[id(task)] = task
         self.tasks[process.pid] = task
@@ -234,7 +234,7 @@ class Kernel:
         machine.pause()
         return task
 
-    def exit(self, task: Task, status: int) -> None:
+    def exit(self, task: ProcessEntry, status: int) -> None:
         """End a process: with an exit status, or with the negative number of a signal."""
         if task.status is not None:
             return
@@ -256,7 +256,7 @@ class Kernel:
         if is_own:
             raise greenlet.GreenletExit
 
-    def _report(self, task: Task) -> None:
+    def _report(self, task: ProcessEntry) -> None:
         """Tell the parent of a process that has ended; the first process waits for it at once."""
         if task.parent is None or task.parent is self.init:
             self._reap(task)
@@ -275,16 +275,16 @@ class Kernel:
             self._reap(task)
         return task.status
 
-    def _reap(self, task: Task) -> None:
+    def _reap(self, task: ProcessEntry) -> None:
         task.is_reaped = True
         del self.tasks[task.pid]
 
-    def _note(self, task: Task, event: str) -> None:
+    def _note(self, task: ProcessEntry, event: str) -> None:
         self.log.append((self.machine.now_ns / 1e9, task, event))
 
     # ---------------------------------------------------------------- signals
 
-    def send(self, task: Task, number: int) -> None:
+    def send(self, task: ProcessEntry, number: int) -> None:
         """Send a signal to a process, which does nothing if it has ended.
 
         A handler is run at once, as Python runs it when the main thread goes on.
@@ -328,7 +328,7 @@ class Kernel:
 
         self.machine.call_later(seconds, thaw)
 
-    def _deliver(self, task: Task, number: int) -> None:
+    def _deliver(self, task: ProcessEntry, number: int) -> None:
         handler = task.handlers.get(number, signal.SIG_DFL)
         if callable(handler) and not isinstance(handler, signal.Handlers):
             if task.wakeup is not None:

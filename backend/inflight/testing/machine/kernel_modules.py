@@ -1,4 +1,4 @@
-"""Simulated counterparts of `os`, `signal`, `select`, `subprocess`, `sys` and /proc for the machine's processes."""
+"""Simulated `os`, `signal`, `select`, `subprocess`, `sys` and /proc for the machine's processes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
-from .kernel import Handler, Kernel, PidDescriptor, Pipe, PipeEnd, Task
+from .kernel import Handler, Kernel, PidDescriptor, Pipe, PipeEnd, ProcessEntry
 from .threads import SimulatedModule
 
 _MODULES = ("inflight.processes", "inflight.server.")
@@ -52,11 +51,17 @@ def _os(kernel: Kernel) -> SimulatedModule:
             raise ProcessLookupError
         return kernel.open(PidDescriptor(kernel.tasks[pid]))
 
+    def set_blocking(number: int, is_blocking: bool) -> None:
+        """Do nothing: a pipe has no limit."""
+
+    def umask(mask: int) -> int:
+        return mask
+
     def getppid() -> int:
         assert kernel.this.parent is not None
         return kernel.this.parent.pid
 
-    simulated = {
+    simulated: dict[str, object] = {
         "kill": kill,
         "pipe": pipe,
         "waitpid": waitpid,
@@ -65,8 +70,8 @@ def _os(kernel: Kernel) -> SimulatedModule:
         "getppid": getppid,
         "read": kernel.read,
         "close": kernel.close,
-        "set_blocking": lambda number, is_blocking: None,
-        "umask": lambda mask: mask,
+        "set_blocking": set_blocking,
+        "umask": umask,
         "environ": _Environment(kernel),
     }
     return SimulatedModule(os, simulated)
@@ -100,16 +105,17 @@ def _select(kernel: Kernel) -> SimulatedModule:
     ) -> tuple[list[int], list[int], list[int]]:
         return kernel.wait_for_any(readable, timeout), [], []
 
-    def poll() -> SimpleNamespace:
-        numbers: list[int] = []
-        return SimpleNamespace(
-            register=lambda number, events: numbers.append(number),
-            poll=lambda timeout_ms=None: kernel.wait_for_any(
-                numbers, None if timeout_ms is None else timeout_ms / 1000
-            ),
-        )
+    class Poll:
+        def __init__(self) -> None:
+            self._numbers: list[int] = []
 
-    return SimulatedModule(select, {"select": wait, "poll": poll})
+        def register(self, number: int, events: int) -> None:
+            self._numbers.append(number)
+
+        def poll(self, timeout_ms: float | None = None) -> list[int]:
+            return kernel.wait_for_any(self._numbers, None if timeout_ms is None else timeout_ms / 1000)
+
+    return SimulatedModule(select, {"select": wait, "poll": Poll})
 
 
 def _subprocess(kernel: Kernel) -> SimulatedModule:
@@ -147,8 +153,8 @@ class _Standard:
         return self._number
 
     @property
-    def buffer(self) -> File:
-        return File(self._kernel, self._number)
+    def buffer(self) -> PipeFile:
+        return PipeFile(self._kernel, self._number)
 
     def write(self, text: str) -> None:
         self.buffer.write(text.encode())
@@ -157,7 +163,7 @@ class _Standard:
         """Do nothing: nothing is held back."""
 
 
-class File:
+class PipeFile:
     """A binary file of a pipe, with the methods of Python's files."""
 
     def __init__(self, kernel: Kernel, number: int) -> None:
@@ -166,7 +172,7 @@ class File:
         self._read = bytearray()
         self._is_closed = False
 
-    def __enter__(self) -> File:
+    def __enter__(self) -> PipeFile:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -228,9 +234,9 @@ class Popen:
     ) -> None:
         self._kernel = kernel
         self.returncode: int | None = None
-        self.stdin: File | None = None
-        self.stdout: File | None = None
-        self.stderr: File | None = None
+        self.stdin: PipeFile | None = None
+        self.stdout: PipeFile | None = None
+        self.stderr: PipeFile | None = None
         this = kernel.this
         theirs: dict[int, PipeEnd] = {}
         mine: dict[str, PipeEnd] = {}
@@ -245,13 +251,15 @@ class Popen:
             elif wanted is None and isinstance(inherited, PipeEnd):
                 theirs[number] = inherited.copy()
         try:
-            self._task: Task = kernel.start(arguments, this.environment if env is None else env, theirs)
+            self._task: ProcessEntry = kernel.start(
+                arguments, this.environment if env is None else env, theirs
+            )
         except OSError:
             for end in (*theirs.values(), *mine.values()):
                 end.close()
             raise
         for name, end in mine.items():
-            setattr(self, name, File(kernel, kernel.open(end)))
+            setattr(self, name, PipeFile(kernel, kernel.open(end)))
         self.pid = self._task.pid
 
     def poll(self) -> int | None:

@@ -1,4 +1,4 @@
-"""A run of any simulation on the machine: its report, and the search for the fewest faults that it needs to fail."""
+"""A run of any simulation on the machine: its report, and the search for the fewest faults with which it fails."""
 
 from __future__ import annotations
 

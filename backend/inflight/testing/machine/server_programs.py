@@ -16,7 +16,7 @@ from pathlib import Path
 from inflight.processes import ProcessId
 from inflight.server import guard, keeper, runtime_directory
 
-from .kernel import Kernel, PipeEnd, Program, Task
+from .kernel import Kernel, PipeEnd, ProcessEntry, Program
 from .scheduler import Waiters
 
 STUB = "triton_python_backend_stub"
@@ -25,7 +25,7 @@ _SILENT_PARENT_S = 8.0  # after which a stub ends because tritonserver is stoppe
 _RECORD = "1129 02:00:00.000000 7"
 
 
-class Start(Enum):
+class TritonStart(Enum):
     """How a start of tritonserver goes."""
 
     WELL = "well"
@@ -55,11 +55,11 @@ class Triton:
         changed: Wakes it and its stubs.
     """
 
-    task: Task
+    task: ProcessEntry
     folder: Path
-    start: Start
+    start: TritonStart
     changed: Waiters
-    stubs: dict[str, Task] = field(default_factory=dict[str, Task])
+    stubs: dict[str, ProcessEntry] = field(default_factory=dict[str, ProcessEntry])
     loaded: set[str] = field(default_factory=set[str])
     is_ready: bool = False
     is_asked_to_end: bool = False
@@ -78,7 +78,7 @@ class Endpoint:
         is_listening: Whether it has listened.
     """
 
-    task: Task
+    task: ProcessEntry
     is_listening: bool = False
 
 
@@ -139,20 +139,20 @@ class Programs:
         return not self.is_over and self._rng.random() < share
 
     @staticmethod
-    def _write(task: Task, line: str, number: int = 1) -> None:
+    def _write(task: ProcessEntry, line: str, number: int = 1) -> None:
         end = task.descriptors.get(number)
         if isinstance(end, PipeEnd) and end.pipe.num_readers:
             end.pipe.write(f"{line}\n".encode())
 
     # ---------------------------------------------------------------- tritonserver
 
-    def _be_tritonserver(self, task: Task) -> int:
+    def _be_tritonserver(self, task: ProcessEntry) -> int:
         machine, rng = self.kernel.machine, self._rng
         folder = Path(task.environment[runtime_directory.FOLDER_VARIABLE])
         start = (
-            rng.choice(list(Start)[1:])
+            rng.choice(list(TritonStart)[1:])
             if self._is_bad(self._badness / (1 if self.tritons else 6))
-            else Start.WELL
+            else TritonStart.WELL
         )
         others = [each for each in self.tritons if each.task.status is None]
         assert not others, "two tritonservers run at the same time"
@@ -164,7 +164,7 @@ class Programs:
             me.changed.wake()
 
         machine.sleep(rng.random() * 0.3)
-        if start is Start.DIES_AT_ONCE:
+        if start is TritonStart.DIES_AT_ONCE:
             self.kernel.exit(task, rng.choice([1, -6, -11]))
         task.handlers[signal.SIGTERM] = end
         me.holds_stream = rng.random() < 0.15
@@ -181,11 +181,11 @@ class Programs:
         for model in self.models:
             if not self.start_stub(me, model):
                 return False
-        while me.start is Start.HANGS and not me.is_asked_to_end:
+        while me.start is TritonStart.HANGS and not me.is_asked_to_end:
             me.changed.wait()
-        if me.start in (Start.DIES_LOADING, Start.STARVED):
+        if me.start in (TritonStart.DIES_LOADING, TritonStart.STARVED):
             machine.sleep(rng.random() * 2)
-            if me.start is Start.STARVED:
+            if me.start is TritonStart.STARVED:
                 self._write(me.task, f"E{_RECORD} pb_stub.cc:1] Stub process 'model' is not healthy.")
             self.kernel.exit(me.task, -6)
         for model in self.models:
@@ -241,11 +241,11 @@ class Programs:
                 machine.sleep(0.1)
         return 0
 
-    def _be_stub(self, me: Triton, task: Task, model: str) -> int:
+    def _be_stub(self, me: Triton, task: ProcessEntry, model: str) -> int:
         machine, rng = self.kernel.machine, self._rng
         guard.keep_private()
         machine.sleep(rng.random() * rng.choice([0.5, 4.0]))
-        if me.start is Start.FAILS:
+        if me.start is TritonStart.FAILS:
             return 1
         try:
             mine = guard.guard_of_front_end(model)
@@ -256,9 +256,10 @@ class Programs:
         if self.has_engine and model == self.models[0]:
             (me.folder / "engine.sock").touch()
         me.loaded.add(model)
-        silent_s = 0.0
+        silent_s, look_s = 0.0, rng.random() * _PARENT_LOOK_S
         while model not in me.finalized:
-            me.changed.wait(_PARENT_LOOK_S)
+            me.changed.wait(look_s)
+            look_s = _PARENT_LOOK_S
             silent_s = silent_s + _PARENT_LOOK_S if me.task.process.is_stopped else 0.0
             if me.task.status is not None or silent_s > _SILENT_PARENT_S:
                 return 1
@@ -268,7 +269,7 @@ class Programs:
 
     # ---------------------------------------------------------------- /v1
 
-    def _be_endpoint(self, task: Task) -> int:
+    def _be_endpoint(self, task: ProcessEntry) -> int:
         machine, rng = self.kernel.machine, self._rng
         assert all(each.task.status is not None for each in self.endpoints), (
             "two processes of /v1 at the same time"

@@ -35,7 +35,7 @@ from inflight.server.repository import RuntimeRepository
 from inflight.server.supervisor import Signals, Supervisor
 
 from . import modules
-from .kernel import Kernel, Task
+from .kernel import Kernel, ProcessEntry
 from .kernel_modules import ProcFolder
 from .run import MOST_FAULTS, RunReport, SimulatedRun
 from .scheduler import Machine
@@ -111,14 +111,14 @@ class SupervisedServer(SimulatedRun):
         self.disturbances: list[tuple[float, float]] = []
         self.status: int | None = None
         self.error: ServeError | None = None
-        self._launcher: Task | None = None
+        self._launcher: ProcessEntry | None = None
         self._takes_signals = False
-        self._unguarded: set[Task] = set()  # stubs whose guards were lost
+        self._unguarded: set[ProcessEntry] = set()  # stubs whose guards were lost
         self._numbers = count(1)
         self._is_disk_full = self._is_done = False
 
     @property
-    def launcher(self) -> Task:
+    def launcher(self) -> ProcessEntry:
         """The process of `scripts/serve`."""
         assert self._launcher is not None
         return self._launcher
@@ -170,7 +170,7 @@ class SupervisedServer(SimulatedRun):
             (supervisor, "reserve_ports", reserve_ports),
             (launch, "reserve_ports", reserve_ports),
             (launch, "lay_out", self._lay_out),
-            (launch, "_find", lambda program, folder: Installation(Path("tritonserver"), folder)),
+            (launch, "_find", self._find_installation),
             (launch, "is_ready", self._is_ready),
             (launch, "num_bytes", self._num_bytes),
             (launch, "stubs_processor_time", self._processor_time),
@@ -192,6 +192,9 @@ class SupervisedServer(SimulatedRun):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         endpoints = {self.programs.models[0]: ""} if self.programs.has_engine else {}
         return RuntimeRepository(target, tuple(self.programs.models), "checkpoint", (), endpoints)
+
+    def _find_installation(self, program: Path | None, folder: Path) -> Installation:
+        return Installation(Path("tritonserver"), folder)
 
     def _triton(self) -> Triton | None:
         """Return the tritonserver that runs; None if there is none."""
@@ -223,7 +226,7 @@ class SupervisedServer(SimulatedRun):
 
     # ---------------------------------------------------------------- the launcher
 
-    def _be_launcher(self, task: Task) -> int:
+    def _be_launcher(self, task: ProcessEntry) -> int:
         try:
             with Signals() as signals:
                 self._takes_signals = True
@@ -264,7 +267,7 @@ class SupervisedServer(SimulatedRun):
             self.machine.sleep(0.05)
         return condition()
 
-    def _alive(self, has: Callable[[Task], bool]) -> Task | None:
+    def _alive(self, has: Callable[[ProcessEntry], bool]) -> ProcessEntry | None:
         """Return one of the running, not stopped processes for which `has` returns true."""
         running = [
             task
@@ -273,7 +276,7 @@ class SupervisedServer(SimulatedRun):
         ]
         return self.rng.choice(running) if running else None
 
-    def _lose(self, task: Task | None) -> bool:
+    def _lose(self, task: ProcessEntry | None) -> bool:
         """Kill or stop a process; stopped, it goes on after a while or never."""
         if task is None:
             return False
@@ -351,7 +354,14 @@ class SupervisedServer(SimulatedRun):
         return self._lose(self._alive(lambda task: "inflight.server.keeper" in task.arguments))
 
     def _lose_endpoint(self) -> bool:
-        return self._lose(self._alive(lambda task: "inflight.openai" in task.arguments))
+        """Lose the process of /v1, and sometimes the next one before it listens."""
+        lost = self._alive(lambda task: "inflight.openai" in task.arguments)
+        num_before = len(self.programs.endpoints)
+        if not self._lose(lost):
+            return False
+        if self.rng.random() < 0.3 and self._wait(3.0, lambda: len(self.programs.endpoints) > num_before):
+            self._lose(self._alive(lambda task: "inflight.openai" in task.arguments))
+        return True
 
     def _stop_launcher(self) -> bool:
         seconds = self.rng.choice([0.5, 5.0, 60.0])

@@ -6,7 +6,7 @@ import re
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from .kernel import Task
+from .kernel import ProcessEntry
 
 if TYPE_CHECKING:
     from .supervised_server import SupervisedServer
@@ -144,12 +144,12 @@ def _check_error(run: SupervisedServer, said: str, end_s: float) -> None:
         assert attempts <= restarts, f"{attempts} attempts of a first start"
 
 
-def started_s(run: SupervisedServer, task: Task) -> float:
+def started_s(run: SupervisedServer, task: ProcessEntry) -> float:
     """Return when a process was started."""
     return next(time_s for time_s, each, event in run.kernel.log if each is task and event == "started")
 
 
-def ended_s(run: SupervisedServer, task: Task) -> float:
+def ended_s(run: SupervisedServer, task: ProcessEntry) -> float:
     """Return when a process ended."""
     ended = (time_s for time_s, each, event in run.kernel.log if each is task and event.startswith("ended"))
     return next(ended, float("inf"))
