@@ -6,6 +6,7 @@ import argparse
 import importlib
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -58,7 +59,11 @@ def parser_of(command: str) -> argparse.ArgumentParser:
     program = importlib.import_module(module)
     if hasattr(program, "__path__"):
         program = importlib.import_module(f"{module}.__main__")
-    with mock.patch.object(argparse.ArgumentParser, "parse_args", stop), pytest.raises(_Parser) as found:
+    with (
+        mock.patch.object(sys, "argv", sys.argv[:1]),
+        mock.patch.object(argparse.ArgumentParser, "parse_args", stop),
+        pytest.raises(_Parser) as found,
+    ):
         program.main()
     return found.value.args[0]
 

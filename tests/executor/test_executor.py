@@ -632,6 +632,8 @@ def test_constructor_arguments_of_another_kind_are_named(arguments: tuple[Any, .
     [
         (lambda executor: executor.enqueue_request("abc"), "expected a Request, got 'abc'"),
         (lambda executor: executor.enqueue_requests(5), "expected a list of Requests, got 5"),
+        (lambda executor: executor.cancel_request("a"), "cancel_request: the request is 'a', expected an id"),
+        (lambda executor: executor.get_num_responses_ready("a"), "the request is 'a', expected an id"),
         (
             lambda executor: executor.await_responses("abc", 1),
             "the request is 'abc', expected an id or a list",

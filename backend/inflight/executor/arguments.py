@@ -80,6 +80,13 @@ def _checkpoint(model: str, revision: str | None) -> str:
         raise ExecutorError(f"File does not exist: {model}/config.json; {error}") from error
 
 
+def id_argument(method: str, given: object) -> int:
+    """Return the request id that a method got. Raises TypeError, with the method's name, if it is no number."""
+    if not isinstance(given, Integral):
+        raise TypeError(f"{method}: the request is {given!r:.100}, expected an id")
+    return int(given)
+
+
 def responses_arguments(
     args: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[int | Sequence[int] | None, timedelta | float | None]:

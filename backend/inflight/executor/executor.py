@@ -37,6 +37,7 @@ from inflight.executor.arguments import (
     Timeout,
     adapters_of_prompts,
     constructor_arguments,
+    id_argument,
     responses_arguments,
 )
 from inflight.executor.config import ExecutorConfig
@@ -329,7 +330,7 @@ class Executor:
 
         Ignores ids of requests that have ended or were not enqueued.
         """
-        self._client().stop(id, StopReason.CANCELLED)
+        self._client().stop(id_argument("cancel_request", id), StopReason.CANCELLED)
 
     # ---------------------------------------------------------------- responses
 
@@ -378,7 +379,7 @@ class Executor:
     def get_num_responses_ready(self, id: int | None = None) -> int:
         """Return the number of responses ready to be fetched, for one request or for all."""
         self._client()
-        return self._enqueued.count(id)
+        return self._enqueued.count(None if id is None else id_argument("get_num_responses_ready", id))
 
     # ---------------------------------------------------------------- reports
 

@@ -27,11 +27,11 @@ _T = TypeVar("_T")
 _C = TypeVar("_C", bound=type)
 
 
-class _Tensor:
+class _AnyTensor:
     """Stands for torch.Tensor in annotations, as torch is not imported; arrays of numpy are accepted, too."""
 
 
-_NAMES_IN_ANNOTATIONS = {"torch": SimpleNamespace(Tensor=_Tensor)}
+_NAMES_IN_ANNOTATIONS = {"torch": SimpleNamespace(Tensor=_AnyTensor)}
 
 
 POSITIVE = Range(">= 1", lambda value: value >= 1)
@@ -179,7 +179,7 @@ def _converter(hint: Any) -> _Convert:
         return _to_int
     if hint is float:
         return _to_float
-    if hint is _Tensor:
+    if hint is _AnyTensor:
         return _to_tensor
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Union or origin is UnionType:
