@@ -45,7 +45,7 @@ class _Pipe:
 
 
 Program = Callable[[Sequence[str], Any, Any], None]
-"""What a process runs: its command, its input and its output."""
+"""The function that a process runs; its arguments are the command, the input and the output."""
 
 
 class ChildProcess:
@@ -53,7 +53,7 @@ class ChildProcess:
 
     Args:
         network: The machine's sockets.
-        program: What the process runs.
+        program: The function that the process runs.
         command: Its command line.
         options: The options of `Popen`, which have no effect.
 

@@ -55,7 +55,7 @@ def allows(guide: Guide, tokens: Sequence[int], is_whole: bool) -> bool:
 
 
 @dataclass
-class _Matcher:
+class _TextSoFar:
     """A text's state in its guide: the number of its tokens."""
 
     guide: Guide
@@ -71,8 +71,8 @@ class _Matcher:
     def rollback(self, num_tokens: int) -> None:
         self.tokens = self.tokens[: len(self.tokens) - num_tokens]
 
-    def fork(self) -> _Matcher:
-        return _Matcher(self.guide, self.tokens)
+    def fork(self) -> _TextSoFar:
+        return _TextSoFar(self.guide, self.tokens)
 
 
 class SmallLibrary:
@@ -103,11 +103,11 @@ class SmallLibrary:
         assert compiled.startswith(guide.text.encode()), "another guide's compiled form"
         if kind_of(guide) == BROKEN and not self._may_compile:
             raise RuntimeError("the library failed")
-        return _Matcher(guide)
+        return _TextSoFar(guide)
 
     def fill(self, jobs: Sequence[MaskJob], masks: NDArray[np.int32]) -> Mapping[int, InvalidArgument]:
         for job in jobs:
-            assert isinstance(job.matcher, _Matcher)
+            assert isinstance(job.matcher, _TextSoFar)
             guide, before = job.matcher.guide, job.matcher.tokens
             ids = [
                 token

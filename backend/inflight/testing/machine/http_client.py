@@ -19,7 +19,7 @@ _MOST_READ = 500  # bytes at a time
 
 
 class Habit(enum.Enum):
-    """What a client does beside sending a request and reading its answer."""
+    """A client's behaviour beside sending a request and reading its answer."""
 
     NONE = "nothing"
     STALLS_IN_HEAD = "sends a part of the headers, and nothing for a while"
@@ -44,7 +44,7 @@ class HttpAsk:
         method, path, body: The request.
         fields: The body's fields if it asks for text; None if not.
         expected_status: The status that the answer must have if nothing fails.
-        habit: What the client does.
+        habit: The client's behaviour.
         patience_s: After how many seconds a client that leaves does so.
         begun_ns: When the client began to send it.
         is_reused: Whether an earlier request was sent on the same connection, which the server may be closing.
@@ -103,7 +103,7 @@ class HttpClient:
 
     Args:
         network: The machine's sockets.
-        path: Where the server listens.
+        path: Path at which the server listens.
     """
 
     def __init__(self, network: Network, path: str) -> None:

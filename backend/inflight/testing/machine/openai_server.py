@@ -68,12 +68,12 @@ class _Ordered(dict[Any, None]):
         self.pop(member, None)
 
 
-class _FrontEnd:
+class _HttpFrontEnd:
     """A front end's process, with its parts as far as they exist.
 
     Attributes:
         process: The process.
-        path: Where it listens.
+        path: Path at which it listens.
         server: uvicorn's server; None before the start.
         client: The endpoint's client.
         exit_timeout_s: How long requests in flight may take when it ends.
@@ -103,7 +103,7 @@ class ServerForOpenAi(WholeServer):
         super().__init__(seed, most_faults)
         self.asks: dict[str, HttpAsk] = {}
         self._names = count(1)
-        self._of_process: dict[Process, _FrontEnd] = {}
+        self._of_process: dict[Process, _HttpFrontEnd] = {}
         self._lines: Counter[str] = Counter()
         self._tokenizer_dir = _letters_folder()
 
@@ -140,7 +140,7 @@ class ServerForOpenAi(WholeServer):
     def _is_idle(self) -> bool:
         return super()._is_idle() and not any(map(_holds_something, self._alive()))
 
-    def _alive(self) -> list[_FrontEnd]:
+    def _alive(self) -> list[_HttpFrontEnd]:
         return [each for each in self._of_process.values() if each.process.is_alive and each.server]
 
     # ---------------------------------------------------------------- front ends
@@ -149,7 +149,7 @@ class ServerForOpenAi(WholeServer):
         """Start a process of /v1 and up to four clients."""
         process = self.machine.start_process("front end")
         self._front_ends.append(process)
-        front_end = _FrontEnd(process, self.rng.choice([1, 5, 30]))
+        front_end = _HttpFrontEnd(process, self.rng.choice([1, 5, 30]))
         self._of_process[process] = front_end
         num_users = self._users_left[process] = self.rng.randint(1, 4)
         self.machine.spawn(process, lambda: self._be_front_end(front_end), "main")
@@ -157,7 +157,7 @@ class ServerForOpenAi(WholeServer):
             client = self.machine.start_process("client")
             self.machine.spawn(client, lambda: self._ask_for_answers(front_end), "client")
 
-    def _be_front_end(self, front_end: _FrontEnd) -> None:
+    def _be_front_end(self, front_end: _HttpFrontEnd) -> None:
         """Serve as `inflight.openai.__main__.main` does."""
         client = front_end.client = SocketEngineClient(PATH)
         recording = RecordingClient(self.machine, client, self._note)
@@ -197,7 +197,7 @@ class ServerForOpenAi(WholeServer):
         del self._users_left[process]
         self._start_front_end()
 
-    def _drain(self, front_end: _FrontEnd, server: program._Server) -> None:
+    def _drain(self, front_end: _HttpFrontEnd, server: program._Server) -> None:
         front_end.drained_ns = self.machine.now_ns
         server.handle_exit(signal.SIGTERM, None)
         end_ns = self.machine.now_ns + int((front_end.exit_timeout_s + _UNLOADED_S) * 1e9)
@@ -215,7 +215,7 @@ class ServerForOpenAi(WholeServer):
 
     # ---------------------------------------------------------------- clients
 
-    def _ask_for_answers(self, front_end: _FrontEnd) -> None:
+    def _ask_for_answers(self, front_end: _HttpFrontEnd) -> None:
         """Send some requests one after the other, and read their answers."""
         client = HttpClient(self.network, front_end.path)
         for _ in range(self.rng.randint(1, 5)):
@@ -425,7 +425,7 @@ class ServerForOpenAi(WholeServer):
         is_cut = alone.reason is FinishReason.LENGTH
         return text, list(alone.tokens), "length" if is_cut else "stop"
 
-    def _check_counts(self, front_end: _FrontEnd) -> None:
+    def _check_counts(self, front_end: _HttpFrontEnd) -> None:
         """Compare the counts of HTTP requests with the answers that clients got."""
         metrics: HttpMetrics = front_end.state.contexts[0].http_metrics
         counted = Counter[int]()
@@ -463,7 +463,7 @@ class _Counting(logging.Handler):
         self._lines[str(fields.get("request_id"))] += 1
 
 
-def _holds_something(front_end: _FrontEnd) -> list[str]:
+def _holds_something(front_end: _HttpFrontEnd) -> list[str]:
     """Return what a front end still holds of requests that have ended."""
     assert front_end.server is not None and front_end.client is not None
     connection = front_end.client._connection
