@@ -3,7 +3,8 @@
 Every seed makes scenarios of requests, stops and failures of the device for the scheduler. Each runs on four
 kinds of device and with three kinds of models. Then a whole server runs on a simulated machine, with its threads,
 processes and sockets, one with several ranks, and one with Triton's front ends. Every request must get the result
-that it gets alone. Last, the supervision restarts and ends a server's processes, which are killed and stopped.
+that it gets alone. Last, a server's processes and an engine's ranks are killed and stopped, and the supervision
+restarts and ends them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,13 @@ _REPORT_EVERY_S = 10.0
 _NS_PER_S = 10**9
 _NS_PER_HOUR = 3600 * _NS_PER_S
 _MAX_SHOWN = 20  # failures
-_SERVERS = ("whole server", "server with several ranks", "server with Triton's front ends", "supervision")
+_SERVERS = (
+    "whole server",
+    "server with several ranks",
+    "server with Triton's front ends",
+    "supervision",
+    "orchestrator of ranks",
+)
 
 
 def scenarios(seed: int) -> Iterator[tuple[str, Callable[[], int]]]:
@@ -54,12 +61,14 @@ def _run_server(name: str, seed: int) -> int:
 
 
 def _server(name: str) -> type[SimulatedRun]:
+    from inflight.testing.machine.orchestrated_ranks import OrchestratedRanks
     from inflight.testing.machine.ranked_server import RankedServer
     from inflight.testing.machine.supervised_server import SupervisedServer
     from inflight.testing.machine.triton_server import ServerForTriton
     from inflight.testing.machine.whole_server import WholeServer
 
-    return (WholeServer, RankedServer, ServerForTriton, SupervisedServer)[_SERVERS.index(name)]
+    classes = (WholeServer, RankedServer, ServerForTriton, SupervisedServer, OrchestratedRanks)
+    return classes[_SERVERS.index(name)]
 
 
 class Search:
