@@ -1,8 +1,8 @@
 """An engine's orchestrator on the simulated machine: ranks that are lost, hang and cannot be started.
 
 Each process of a model runs the real orchestrator. Rank 0 is a process with the real endpoint, its supervision and
-the loop with a fake engine; mpirun and the other ranks are stand-ins. After a loss the engine is restarted in place,
-or for the model's next process, as Triton starts it.
+the loop with a fake engine; mpirun and the other ranks are stand-ins. After a loss the engine is restarted in
+place, or for the model's next process, as Triton starts it.
 """
 
 # pyright: reportPrivateUsage=false
@@ -21,8 +21,6 @@ from itertools import count, pairwise
 from pathlib import Path
 from unittest.mock import patch
 from zlib import crc32
-
-import greenlet
 
 from inflight import processes
 from inflight.build import build_engine
@@ -60,7 +58,7 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.99, 45.0  # the latter with starts that 
 _ENDED_S = 60.0
 
 
-class _Publisher:
+class _CountingPublisher:
     """Counts what is published."""
 
     def __init__(self) -> None:
@@ -75,7 +73,7 @@ class _Publisher:
         self.num_started_over += 1
 
 
-class _Guard:
+class _NotingGuard:
     """Notes the ranks that a model's process has it watch."""
 
     def __init__(self) -> None:
@@ -105,7 +103,7 @@ class OrchestratedRanks(SimulatedRun):
         self._num_faults = min(num_faults, MOST_FAULTS if most_faults is None else most_faults)
         self._models: list[ProcessEntry] = []
         self._made: dict[ProcessEntry, Orchestrator] = {}
-        self._guards: dict[ProcessEntry, _Guard] = {}
+        self._guards: dict[ProcessEntry, _NotingGuard] = {}
         self._closing: set[ProcessEntry] = set()
         self._launchers: list[ProcessEntry] = []
         self._ranks: dict[ProcessEntry, list[ProcessEntry]] = {}
@@ -170,8 +168,8 @@ class OrchestratedRanks(SimulatedRun):
             stats_check_period_ms=0,
         )
         control = ModelControl(lambda: self._unload(task), self._load_next) if self._has_control else None
-        guard = self._guards[task] = _Guard()
-        around = Surroundings(server, control, guard, _Publisher(), _UNLOAD_S)
+        guard = self._guards[task] = _NotingGuard()
+        around = Surroundings(server, control, guard, _CountingPublisher(), _UNLOAD_S)
         try:
             self._made[task] = made = Orchestrator(Job.of(parameters, "/", _PATH), around)
         except ConfigError:
