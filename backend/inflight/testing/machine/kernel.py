@@ -121,6 +121,7 @@ class ProcessEntry:
         start_time: When it was started, in the unit of /proc.
         status: Its exit status, or the negative number of the signal that ended it; None while it runs.
         is_reaped: Whether its parent has waited for it.
+        dies_with_parent: Whether it is killed when its parent ends.
         adopts: Whether it becomes the parent of descendants whose parents end.
         handlers: Its handlers of signals by number; `signal.SIG_IGN` ignores a signal.
         wakeup: The pipe that gets a byte for each handled signal.
@@ -136,6 +137,7 @@ class ProcessEntry:
     start_time: int
     status: int | None = None
     is_reaped: bool = False
+    dies_with_parent: bool = False
     adopts: bool = False
     handlers: dict[int, Handler | signal.Handlers] = field(
         default_factory=dict[int, "Handler | signal.Handlers"]
@@ -249,6 +251,8 @@ class Kernel:
                 child.parent = heir
                 if child.status is not None:
                     self._report(child)
+                elif child.dies_with_parent:
+                    self.exit(child, -signal.SIGKILL)
         self.machine.kill(task.process)
         for descriptor in list(task.pid_descriptors):
             descriptor.wake()

@@ -13,7 +13,7 @@ from typing import Any
 from .kernel import Handler, Kernel, PidDescriptor, Pipe, PipeEnd, ProcessEntry
 from .threads import SimulatedModule
 
-_MODULES = ("inflight.processes", "inflight.server.")
+_MODULES = ("inflight.processes", "inflight.server.", "inflight.ranks.orchestrator")
 """The beginnings of the names of the modules that start, watch and end processes."""
 
 

@@ -17,6 +17,7 @@ _PAUSES_S = (0.0, 0.5, 1.0, 2.0)
 _PROVEN_S = 60.0
 _ENDPOINTS_RESTART_S = 4.0
 _LOOKS_S = 1.0  # of a thread that sees a fault late
+_LOG_S = 2.0  # for which the log of a lost server is waited for, before a signal is looked at
 _AGAIN = re.compile(r"serve: .*the server is started again (?:now|in ([\d.]+) s)$")
 _SILENT = re.compile(r".* guard\.py\] the process of the model (\S+) has been silent")
 _ENDED = re.compile(
@@ -43,7 +44,7 @@ def check_restarts(run: SupervisedServer) -> None:
         if before.environment != after.environment:  # of another server
             num_lost = 0
             continue
-        assert again_s < first_signal_s + _LOOKS_S or disturbed_s(run, lost_s, again_s), (
+        assert again_s < first_signal_s + _LOG_S + _LOOKS_S or disturbed_s(run, lost_s, again_s), (
             "/v1 is started during the end"
         )
         ran_s = lost_s - started_s(run, before)

@@ -3,8 +3,8 @@
 Every seed makes scenarios of requests, stops and failures of the device for the scheduler. Each runs on four
 kinds of device and with three kinds of models. Then a whole server runs on a simulated machine, with its threads,
 processes and sockets, one with several ranks, one with Triton's front ends, one with those of /v1, and one with
-guides. Every request must get the result that it gets alone. Last, the supervision restarts and ends a server's
-processes, which are killed and stopped.
+guides. Every request must get the result that it gets alone. Last, a server's processes and an engine's ranks are
+killed and stopped, and the supervision restarts and ends them.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ _SERVERS = (
     "server with the front ends of /v1",
     "server with guides",
     "supervision",
+    "orchestrator of ranks",
 )
 
 
@@ -64,6 +65,7 @@ def _run_server(name: str, seed: int) -> int:
 def _server(name: str) -> type[SimulatedRun]:
     from inflight.testing.machine.guided_server import ServerWithGuides
     from inflight.testing.machine.openai_server import ServerForOpenAi
+    from inflight.testing.machine.orchestrated_ranks import OrchestratedRanks
     from inflight.testing.machine.ranked_server import RankedServer
     from inflight.testing.machine.supervised_server import SupervisedServer
     from inflight.testing.machine.triton_server import ServerForTriton
@@ -76,6 +78,7 @@ def _server(name: str) -> type[SimulatedRun]:
         ServerForOpenAi,
         ServerWithGuides,
         SupervisedServer,
+        OrchestratedRanks,
     )
     return servers[_SERVERS.index(name)]
 

@@ -1,0 +1,49 @@
+"""An orchestrator of ranks on a simulated machine, and planted mistakes that it must reveal."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from inflight.testing.machine import orchestrated_ranks
+from tests.tiers import examples, with_all
+
+from .mutations import Mutation
+from .mutations_of_orchestration import MUTATIONS_OF_ORCHESTRATION
+
+_NUM_SEEDS = 2000
+
+
+def test_lost_ranks_are_started_again_and_none_is_left() -> None:
+    faults: Counter[str] = Counter()
+    endings: Counter[str] = Counter()
+    for seed in range(examples(60, _NUM_SEEDS)):
+        report = orchestrated_ranks.run(seed)
+        faults += report.faults
+        endings += report.endings
+    assert faults.keys() == orchestrated_ranks.FAULTS.keys()
+    assert endings.keys() == {"ended", "not started"}
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_seed_always_does_the_same(seed: int) -> None:
+    assert orchestrated_ranks.run(seed) == orchestrated_ranks.run(seed)
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    with_all(MUTATIONS_OF_ORCHESTRATION, MUTATIONS_OF_ORCHESTRATION[::3]),
+    ids=lambda each: each.name,
+)
+def test_a_planted_mistake_is_revealed(mutation: Mutation) -> None:
+    with mutation.planted():
+        assert any(map(_fails, range(_NUM_SEEDS))), f"{_NUM_SEEDS} seeds and nothing noticed"
+
+
+def _fails(seed: int) -> bool:
+    try:
+        orchestrated_ranks.run(seed)
+    except AssertionError:
+        return True
+    return False
