@@ -49,7 +49,8 @@ def server_error(error: Exception, url: str) -> ServerError:
     elif isinstance(error, grpc.RpcError):
         status, message = error.code().name, error.details() or ""
     if status == "UNAVAILABLE" and "connect" in message.lower():
-        message = f"no server answers at {url}; scripts/serve starts one, with gRPC at port 8001 ({message})"
+        starts = "scripts/serve (or inflight serve) starts one, with gRPC at port 8001"
+        message = f"no server answers at {url}; {starts} ({message})"
     return ServerError(status, message)
 
 
