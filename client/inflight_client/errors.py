@@ -53,7 +53,8 @@ def server_error(error: Exception, url: str) -> ServerError:
             f"the address is {url!r}, expected HOST:PORT of Triton's gRPC, as localhost:8001 ({message})"
         )
     elif status == "UNAVAILABLE" and "connect" in message.lower():
-        message = f"no server answers at {url}; scripts/serve starts one, with gRPC at port 8001 ({message})"
+        starts = "scripts/serve (or inflight serve) starts one, with gRPC at port 8001"
+        message = f"no server answers at {url}; {starts} ({message})"
     return ServerError(status, message)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from inflight.doctor import __main__ as command
-from inflight.doctor.finding import Finding, Level
+from inflight.doctor.finding import INSTALL, Finding, Level, red
 from inflight.doctor.output import write_text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,3 +149,11 @@ def test_old_pythons_can_parse_what_prints_the_sentence():
     for package in ("inflight", "inflight/doctor"):
         text = (ROOT / "backend" / package / "__init__.py").read_text(encoding="ascii")
         ast.parse(text, feature_version=(3, 4))
+
+
+def test_mends_name_the_commands_of_the_package_if_it_runs(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["inflight doctor"])
+    assert red("port", "is taken", "scripts/serve --http-port 0").mend == "inflight serve --http-port 0"
+    assert ".venv" not in red("packages", "not installed", INSTALL).mend
+    monkeypatch.setattr(sys, "argv", ["scripts/doctor"])
+    assert red("packages", "not installed", INSTALL).mend == INSTALL

@@ -46,7 +46,7 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
     },
     "docs/kubernetes.md": {"": CLUSTER},
     "docs/kv-events.md": {
-        "python -m dynamo": "is NVIDIA Dynamo's; tests/batch_manager/test_kv_event_publisher.py runs it",
+        "dynamo/bin/python": "is NVIDIA Dynamo's; tests/batch_manager/test_kv_event_publisher.py runs it",
         "curl localhost:8090": "asks Dynamo's indexer",
     },
     "docs/load-testing.md": {
@@ -62,8 +62,7 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
         "def _read": "is a part of the package; tests/docs/test_models_page.py compares them",
     },
     "docs/openai.md": {
-        "scripts/serve --model Qwen": "downloads a model",
-        "found = client.embeddings": "needs that model; test_embeddings.py has a small one",
+        "scripts/serve --model Qwen/Qwen3-Reranker": "downloads a model",
         "scripts/serve --model /path/to/classifier": "needs such a model",
         "curl localhost:9000/v1/classify": "needs that model; test_classify.py has small ones",
         "curl localhost:9000/v1/rerank": "needs that model; tests/openai_endpoint/test_rerank.py has a small one",
@@ -74,14 +73,17 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
         "curl": "is for Triton's own front end, which is in NVIDIA's image only",
     },
     "docs/operating.md": {
-        "python3 tools/fill_template.py": "is tensorrtllm_backend's; test_upstream_files.py fills the files in"
+        "python3 /path/to": "is tensorrtllm_backend's; test_upstream_files.py fills the files in"
     },
     "docs/pictures.md": {
         ".venv/bin/pip": INSTALLS,
         "scripts/serve": "downloads a model",
         "curl": "needs that model; test_text_with_pictures.py sends both requests to a small one",
     },
-    "docs/playground.md": {".venv/bin/python -m tests": "writes the pictures of the pages again"},
+    "docs/playground.md": {
+        ".venv/bin/pip": INSTALLS,
+        ".venv/bin/python -m tests": "writes the pictures of the pages again",
+    },
     "docs/production.md": {"docker": DOCKER, "MODEL=": DOCKER},
     "docs/ranks.md": {
         "scripts/serve --model": "needs a mixture of experts; test_other_checkpoints.py has one",
@@ -91,7 +93,9 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
         "[": CLUSTER,
         "exec": CLUSTER,
     },
-    "docs/scaling.md": {"serve run": "is Ray's; tests/integrations/test_ray_serve.py runs it"},
+    "docs/scaling.md": {
+        "ENVIRONMENT/bin/serve run": "is Ray's; tests/integrations/test_ray_serve.py runs it"
+    },
     "docs/tensorrt.md": {
         ".venv/bin/pip": INSTALLS,
         "scripts/serve": "needs a GPU",
@@ -154,12 +158,19 @@ def test_what_is_not_run_is_on_its_page():
             assert any(step.startswith(begin) for _, step in steps(page)), (page, begin)
 
 
-def test_every_command_is_in_a_block_of_bash():
+def test_every_command_is_in_a_block_of_bash_and_names_its_environment():
     command = re.compile(r"^(?:\$ )?(?:scripts/\w|\.venv|ENVIRONMENT/|curl |pip |python\d? |docker )", re.M)
+    of_any_environment = re.compile(r"(exec )?(python\d? -m (?!venv )|pip )")
     for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")]:
-        blocks = re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(), re.S | re.M)
-        for language, block in blocks:
+        text = path.read_text()
+        for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.S | re.M):
             assert language == "bash" or not command.search(block), f"{path.name}: {block}"
+        for language, step in steps(str(path.relative_to(ROOT))):
+            assert language == "python" or not of_any_environment.match(step), f"{path.name}: {step}"
+            for client in re.findall(r"^(?:from|import) (openai|anthropic|httpx)\b", step, re.M):
+                assert re.search(rf"/pip install [\w ]*{client}", text), (
+                    f"{path.name}: no install of {client}"
+                )
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +198,7 @@ def local(text: str, checkout: Path, adapters: Path | None) -> str:
     """Return a command or program with paths of this machine, and the modules that scripts run."""
     paths = {
         "/path/to/checkpoint": DEMO_MODEL,
+        "Qwen/Qwen3-Embedding-0.6B": f"{DEMO_MODEL} --convert embed",
         "/models/large": DEMO_MODEL,
         "/models/small": DEMO_MODEL,
         "/path/to/adapter": f"{adapters}/sql",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
 INSTALL = "scripts/serve (it installs what is missing into .venv)"
+_INSTALL_PACKAGE = "install this package again with pip; nvidia-pytriton (--no-deps) has a tritonserver"
 CONVERT = "convert it: AutoModelForCausalLM.from_pretrained(A).save_pretrained(B) of transformers"
 
 
@@ -46,12 +48,12 @@ def green(name: str, says: str) -> Finding:
 
 def yellow(name: str, says: str, mend: str) -> Finding:
     """Make a finding of something that works, but could be better."""
-    return Finding(name, Level.YELLOW, says, mend)
+    return Finding(name, Level.YELLOW, says, _for_this_user(mend))
 
 
 def red(name: str, says: str, mend: str) -> Finding:
     """Make a finding of something that keeps a server from starting or serving."""
-    return Finding(name, Level.RED, says, mend)
+    return Finding(name, Level.RED, says, _for_this_user(mend))
 
 
 def examine(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
@@ -74,6 +76,13 @@ def worst(findings: Iterable[Finding]) -> Level:
     """Return the most severe level of the findings; GREEN without findings."""
     order = list(Level)
     return max((finding.level for finding in findings), key=order.index, default=Level.GREEN)
+
+
+def _for_this_user(mend: str) -> str:
+    """Return the mend with the package's commands, such as `inflight serve`, if one of them is running."""
+    if not sys.argv[0].startswith("inflight "):
+        return mend
+    return mend.replace(INSTALL, _INSTALL_PACKAGE).replace("scripts/", "inflight ")
 
 
 def _can_import(name: str) -> bool:
