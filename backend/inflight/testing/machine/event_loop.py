@@ -23,7 +23,7 @@ _WRITE_BUFFERS = (0, 300, None)  # bytes that may wait before a transport pauses
 _RAN_OUT = "socket.accept() out of system resource"
 
 
-class _Poll:
+class _LoopSelector:
     """Waits until sockets can be read or written, by their numbers, as `selectors.BaseSelector` does."""
 
     def __init__(self, machine: Machine, network: Network) -> None:
@@ -99,7 +99,7 @@ class MachineLoop(asyncio.SelectorEventLoop):
 
     def __init__(self, machine: Machine, network: Network) -> None:
         self._machine = machine
-        self._poll = _Poll(machine, network)
+        self._poll = _LoopSelector(machine, network)
         self._write_buffer = machine.rng.choice(_WRITE_BUFFERS)
         super().__init__(cast(Any, self._poll))
         self._default_executor: Any = ThreadPool(machine, _THREADS, "asyncio")

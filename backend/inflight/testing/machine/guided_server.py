@@ -57,7 +57,7 @@ else:
     _Compiler = object
 
 
-class _Watched(_Compiler):
+class _TimedCompiler(_Compiler):
     """Checks how long the loop and new guides wait for the compiler with which it is combined."""
 
     server: ServerWithGuides
@@ -107,7 +107,7 @@ class ServerWithGuides(WholeServer):
         start = partial(self._start_child, self._be_child)
         watched: Any = type(
             "WatchedCompiler",
-            (_Watched, compiler.ChildCompiler),
+            (_TimedCompiler, compiler.ChildCompiler),
             {"server": self, "__module__": compiler.__name__},
         )
         with ExitStack() as stack:
