@@ -112,12 +112,21 @@ def in_fields(error: InvalidArgument | Unsupported, fields: Mapping[str, str] = 
         fields: Field by tensor, for tensors whose field depends on the body.
     """
     fields = {**_FIELD_OF_TENSOR, **fields}
+    error = _without_tables(error)
     named = error.with_names(lambda name: fields.get(name, name))
     code = "unsupported_parameter" if isinstance(error, Unsupported) else "invalid_value"
     if isinstance(error, TooLong):
         code = CONTEXT_LENGTH_EXCEEDED
     param = "model" if isinstance(error, BadAdapter) else next((name.root for name in named.names), None)
     return ApiError(str(named), 400, param, code)
+
+
+def _without_tables(error: InvalidArgument | Unsupported) -> InvalidArgument | Unsupported:
+    """Return an error without its last clause if that is about a prompt table, which this protocol lacks."""
+    if "prompt_embedding_table" not in error.args[1:]:
+        return error
+    *before, clause = error.args[: error.args.index("prompt_embedding_table")]
+    return type(error)(*before, clause.rpartition("; ")[0])
 
 
 @contextmanager
