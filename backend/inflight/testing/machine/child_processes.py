@@ -14,7 +14,7 @@ _KILLED = -9
 _LONGEST_START_S = 1.0
 
 
-class _PipeEnd:
+class _ChildPipe:
     """One end of a pipe, with the methods of a binary file."""
 
     def __init__(self, end: Socket) -> None:
@@ -67,7 +67,7 @@ class ChildProcess:
         self._parent = machine.process
         self.process: Process = machine.start_process("child")
         jobs, answers = (network.pair(self._parent, self.process) for _ in range(2))
-        self.stdin, self.stdout = _PipeEnd(jobs[0]), _PipeEnd(answers[0])
+        self.stdin, self.stdout = _ChildPipe(jobs[0]), _ChildPipe(answers[0])
         self.returncode: int | None = None
         self._ended = Waiters(machine)
         self._parent.resources[id(self)] = self
@@ -75,7 +75,7 @@ class ChildProcess:
         def run() -> None:
             machine.sleep(machine.rng.random() * _LONGEST_START_S)
             try:
-                program(command, _PipeEnd(jobs[1]), _PipeEnd(answers[1]))
+                program(command, _ChildPipe(jobs[1]), _ChildPipe(answers[1]))
             except greenlet.GreenletExit:
                 raise
             except SystemExit as error:
