@@ -118,6 +118,7 @@ class Orchestrator:
 
     Raises:
         ConfigError: The engine cannot be started; the message has the rank's error.
+        Unavailable: The engine was lost as soon as it served.
     """
 
     def __init__(self, job: Job, around: Surroundings) -> None:

@@ -172,7 +172,7 @@ class OrchestratedRanks(SimulatedRun):
         around = Surroundings(server, control, guard, _CountingPublisher(), _UNLOAD_S)
         try:
             self._made[task] = made = Orchestrator(Job.of(parameters, "/", _PATH), around)
-        except ConfigError:
+        except (ConfigError, Unavailable):
             return 1
         while task not in self._closing:
             self.machine.sleep(0.2)
