@@ -53,7 +53,7 @@ class _LoopOfThread:
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._hooks = sys.get_asyncgen_hooks()
+        self._hooks = tuple(sys.get_asyncgen_hooks())  # a tuple, which the collector of cycles looks into
 
     def resume(self) -> None:
         """Give the interpreter the thread's loop."""
@@ -62,7 +62,7 @@ class _LoopOfThread:
 
     def suspend(self) -> None:
         """Take the thread's loop from the interpreter."""
-        self._loop, self._hooks = asyncio._get_running_loop(), sys.get_asyncgen_hooks()
+        self._loop, self._hooks = asyncio._get_running_loop(), tuple(sys.get_asyncgen_hooks())
         asyncio._set_running_loop(None)
         sys.set_asyncgen_hooks(None, None)
 
