@@ -240,7 +240,7 @@ def _other_route(routes: Sequence[str], request: Request, error: HTTPException) 
         return f"; send {allowed}" if allowed else ""
     path = request.url.path[:_SHOWN]
     if path.startswith("/v2/"):
-        return "; Triton's protocol is served at another port (scripts/serve --http-port)"
+        return "; Triton's protocol is served at another port (--http-port)"
     if path.rstrip("/") == "/v1":
         return ": this is the base URL for clients; GET /v1/models lists the models"
     near = nearest(path, routes)
