@@ -8,6 +8,7 @@ The server itself uses uvloop, whose transports have the same interface.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import selectors
 from collections.abc import Coroutine, Mapping
 from typing import Any, cast
@@ -90,6 +91,13 @@ def _socket_of(key: selectors.SelectorKey) -> Socket:
     return cast(Socket, key.fileobj)
 
 
+def _close(tasks: list[asyncio.Task[Any]]) -> None:
+    """Close the coroutines of tasks whose machine has ended."""
+    for task in tasks:
+        with contextlib.suppress(BaseException):  # whatever they do then has no effect
+            cast(Coroutine[Any, Any, Any], task.get_coro()).close()
+
+
 class MachineLoop(asyncio.SelectorEventLoop):
     """An event loop for one thread of the machine. An error in a callback is a failure of the machine's run.
 
@@ -115,6 +123,9 @@ class MachineLoop(asyncio.SelectorEventLoop):
             self.run_until_complete(main)
         finally:
             left = sorted(asyncio.all_tasks(self), key=lambda task: int(task.get_name().rpartition("-")[2]))
+            if self._machine.is_over:
+                _close(left)
+                raise greenlet.GreenletExit
             self.run_until_complete(self._end(left))
             self._default_executor.shutdown()
             self.close()
@@ -124,6 +135,10 @@ class MachineLoop(asyncio.SelectorEventLoop):
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
         await self.shutdown_asyncgens()
+
+    def _check_closed(self) -> None:
+        if not self._machine.is_over:  # coroutines that end with the run may still call the loop
+            cast(Any, super())._check_closed()
 
     def _make_self_pipe(self) -> None:
         """Do nothing: `_write_to_self` needs no pipe."""
