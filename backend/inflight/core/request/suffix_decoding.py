@@ -211,7 +211,7 @@ class SuffixDecoding:
         if self._answers is not None:
             other_length, others = self._answers.find(tokens)
             others = [place for place in others if place[0] is not self._answer]
-            if other_length > length:
+            if other_length > length and others:
                 places = others
             elif other_length == length:
                 places += others
