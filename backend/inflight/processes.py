@@ -53,7 +53,7 @@ def exempt_from_collection() -> None:
 def without_collection() -> Generator[None, None, None]:
     """Make no garbage collection in this context.
 
-    For the import of torch, whose million objects all stay: collections take a sixth of the import's time.
+    For the import of torch: it makes a million objects that all stay, and collections would take a sixth of its time.
     """
     was_enabled = gc.isenabled()
     gc.disable()
