@@ -53,7 +53,8 @@ def exempt_from_collection() -> None:
 def without_collection() -> Generator[None, None, None]:
     """Make no garbage collection in this context.
 
-    For the import of torch, whose million objects all stay: collections take a sixth of the import's time.
+    For the import of torch, which makes a million objects that all stay: collections would take a sixth of the
+    time.
     """
     was_enabled = gc.isenabled()
     gc.disable()

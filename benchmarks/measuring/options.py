@@ -102,7 +102,7 @@ def add_options(parser: argparse.ArgumentParser, concurrency: int) -> None:
         "--concurrency",
         type=whole,
         default=concurrency,
-        help="maximum number of requests in flight; 0: all at once; always 1 for lone",
+        help="maximum number of requests in flight; 0: all at once; the workload lone always has 1",
     )
     parser.add_argument("--dtype", help="default: the checkpoint's")
     parser.add_argument("--kernels", choices=("native", "torch"), help="default: the engine's choice")

@@ -6,8 +6,8 @@
     ...     print(delta.token_ids)
     >>> client.generate("def main():", beam_width=3, stop_words=["\\n\\n"], return_log_probs=True).sequences
 
-Needs only tritonclient and numpy. These are imported when a name of this package is first used, so that the
-command line shows its help, and chats, without them.
+Needs only tritonclient and numpy. These are imported when a name of this package is first used, because the
+command line needs neither of them to show its help or to chat.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Generates the client's table of the linear layers that adapters may change: the client is installed alone.
+"""Generates the client's table of the linear layers that adapters may change.
 
 Run by `scripts/write_configs`; a test checks that the file equals the output of this module.
 """

@@ -1,7 +1,7 @@
 """A queue of KV cache events between the loop and the threads that fetch them.
 
 The buffer keeps a bounded number of events until they are fetched; if there are too many, the oldest are dropped.
-The loop thread adds; any thread may fetch, and wait for events. Specification: the Executor's
+Only the loop thread may add events. Any thread may fetch them, or wait for them. Specification: the Executor's
 `KVCacheEventManager`.
 """
 

@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 class StatisticsRings:
     """The statistics of recent iterations, and of every request in them, as kept for the Executor API.
 
-    The loop thread adds; any thread may read, and converts to JSON itself.
+    Only the loop thread may add. Any thread may read; converting to JSON is left to the thread that reads.
 
     Args:
         max_iterations: Number of iterations to keep; 0 keeps none.

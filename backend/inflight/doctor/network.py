@@ -58,7 +58,7 @@ def _ask(endpoint: str) -> int | str:
 
 
 def _proxy(url: str) -> str | None:
-    """Return the proxy for a URL without its user and password; None if there is none."""
+    """Return the host and port of the proxy for a URL, without user and password; None if it needs no proxy."""
     parts, proxies = urlsplit(url), urllib.request.getproxies()
     proxy = proxies.get(parts.scheme) or proxies.get("all")
     if not proxy or urllib.request.proxy_bypass(parts.hostname or ""):

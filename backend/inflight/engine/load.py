@@ -106,9 +106,9 @@ def load_stage(
         config: The model and its parameters.
         mapping: This rank's position among the model's ranks.
         collectives: Collectives over the ranks of this rank's pipeline stage.
-        min_over_ranks: Returns the minimum of a number over all ranks. Called on every rank with its free
-            memory in bytes, its number of adapter pages, its number of KV blocks, and on a GPU with whether it
-            records iterations and how many kinds, in this order. A ConfigError that it raises fails this load
+        min_over_ranks: Returns the minimum of a number over all ranks. Every rank calls it with these numbers
+            of its own, in this order: free memory in bytes, adapter pages, KV blocks; on a GPU also 1 if it
+            records iterations, else 0, and numbers of recordings. A ConfigError that it raises fails this load
             too.
         processors: The logits post-processors that requests may name; names must be the same on all ranks.
         make_grammars: See `load_engine`; called on the rank that samples.

@@ -267,7 +267,7 @@ class _Finder:
         return self._row_parallel(prefix + self._names.attention.output, columns, own, decoder.output_bias)
 
     def _in_halves(self, qkv: LinearSource, rope: RopeConfig) -> LinearSource:
-        """Return queries, keys and values with rows of queries and keys in the order of the rotation."""
+        """Reorder the rows of queries and keys as the rotation expects them. The rows of values stay in place."""
         has_weights = self._decoder.qk_norm not in (None, "unweighted")
         assert not has_weights, "the weights of norms are not reordered"
         size, of_head = self._decoder.head_dim, rope.rows_in_halves(self._decoder.head_dim)

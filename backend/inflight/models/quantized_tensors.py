@@ -254,7 +254,7 @@ def _unpack_packed(parts: _Parts) -> None:
     parts.take_if_there("weight_zero_point", _WORDS, (-(-outputs * bits // 32), groups))
     has_groups = parts.take_if_there("weight_g_idx", _INTEGERS, (inputs,))
     if scale_rows not in (1, outputs) or groups == 0 or (inputs % groups and not has_groups):
-        raise parts.refuse("weight_scale", f"{outputs} rows, and groups whose number divides {inputs} inputs")
+        raise parts.refuse("weight_scale", f"{outputs} rows, and a number of groups that divides {inputs}")
 
     def make() -> Levels:
         zeros, of_inputs = parts.read_if_there("weight_zero_point"), parts.read_if_there("weight_g_idx")

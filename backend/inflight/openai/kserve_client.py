@@ -375,7 +375,7 @@ class _RunningRequest:
             if index in self._unfinished:
                 self._pass_on(result)
         if is_final and not self.is_done:
-            self.fail(StepFailed("the server has ended the request and not all of its sequences"))
+            self.fail(StepFailed("the server has ended the request, but not all of its sequences"))
 
     def stop(self, reason: StopReason, sequence_index: int | None) -> None:
         """Stop the sequence with this index, or all sequences if it is None."""

@@ -50,7 +50,7 @@ class OpenAiOptions:
         tool_call_parser: One of TOOL_CALL_PARSERS: the form in which the model writes tool calls.
         reasoning_parser: One of REASONING_PARSERS: how the model marks its reasoning.
         default_max_tokens: Largest number of tokens of an answer whose request sets no limit, or fewer if
-            fewer fit. None: OpenAI's 16 for completions, and as many as fit for chats.
+            fewer fit. None: 16 for completions, as in OpenAI's API; for chats, as many as fit.
         api_keys: Every request must have one of these keys. If empty, all requests are allowed.
         cors_origins: Origins of web pages that may send requests from a browser; "*": all.
         max_body_bytes: Size of the largest allowed body of a request, in bytes.

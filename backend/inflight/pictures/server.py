@@ -38,7 +38,7 @@ MAX_PROMPTS = 64
 """Maximum number of prompts that are encoded or wait at one time."""
 
 DATA_URLS = SourceRules()
-"""Rules by which data: URLs alone are read."""
+"""Rules that allow only data: URLs."""
 
 
 class Encoder(Protocol):

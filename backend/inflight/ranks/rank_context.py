@@ -2,8 +2,8 @@
 
 Runs on the thread that loads the model; later the loop uses `RankContext.ranks`. The creator of the context passes
 `on_loss`, which is called on the heartbeat's thread if a rank is lost. The ranks wait inside MPI until all have
-joined, where no error can be raised: a process that still waits after two minutes ends with a stack trace, and the
-others with it.
+joined. No error can be raised in there, so a process that still waits after two minutes ends with a stack trace,
+and the others end with it.
 """
 
 from __future__ import annotations

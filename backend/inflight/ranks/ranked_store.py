@@ -76,7 +76,7 @@ class LeadersBlockStore:
 
 
 class FollowersBlockStore:
-    """The store of another rank, which sends the results of loads to rank 0.
+    """The store of any rank except rank 0; it sends the results of loads to rank 0.
 
     Args:
         make_store: Returns the store of this rank's part, which this object closes. Its argument is a function

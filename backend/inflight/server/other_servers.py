@@ -35,7 +35,7 @@ SAME: Mapping[str, str] = {
     "--block-size": "--set tokens_per_block",
     "--max-lora-rank": "--set lora_cache_max_adapter_size",
 }
-"""The option here, by another server's flag with one value: a flag, or `--set` and a parameter."""
+"""Flags of other servers that take one value, each with the option here: a flag, or `--set` and a parameter."""
 
 
 SAME_VALUES: Mapping[str, Mapping[str, str]] = {

@@ -333,7 +333,7 @@ class FakeEngine:
     # ---------------------------------------------------------------- decoding
 
     def _choose(self, row: _Slot, digests: Sequence[int], drafts: tuple[int, ...]) -> tuple[int, ...]:
-        """Choose a token at each row of logits, up to the first draft that differs from the chosen token."""
+        """Choose a token for each row of logits, and stop after the first token that differs from its draft."""
         start, vocab_size = row.start, self.limits.vocab_size
         sampling, index = start.request.sampling, start.sequence_index
         row.num_tokens -= len(drafts)

@@ -1,7 +1,8 @@
 """Loads of saved blocks and snapshots into the cache: the memory that they take, and what they leave in it.
 
-A load takes free blocks, and promises them until it ends. Then the blocks that were loaded are published and
-cached, and the others are empty. Admission decides which sequences load blocks. Pure. Used on the loop thread.
+A load takes free blocks. Until it ends, they are promised: sequences that need them wait. Then the blocks that
+were loaded are published and cached, and the others are empty. Admission decides which sequences load blocks.
+Pure. Used on the loop thread.
 """
 
 from __future__ import annotations

@@ -111,8 +111,8 @@ class LoraRequest:
         self.check_names()
 
     def check_names(self) -> None:
-        """Raise InvalidArgument unless exactly one of id, name and path is given, and an id if there are
-        weights."""
+        """Raise InvalidArgument unless exactly one of id, name and path is given; with weights it must be the
+        id."""
         given = {"lora_task_id": self.task_id, "lora_name": self.name, "lora_path": self.path}
         names = [name for name, value in given.items() if value not in (None, "")]
         if not names or (self.weights is not None and self.task_id is None):

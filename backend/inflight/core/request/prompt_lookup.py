@@ -1,4 +1,4 @@
-"""Prompt lookup drafting: proposes the tokens that followed the last n-gram where it occurred before.
+"""Prompt lookup drafting: proposes the tokens that came after an earlier occurrence of the last n-gram.
 
 Independent of requests and batches. Used on the loop thread. Reference: transformers
 `PromptLookupCandidateGenerator`, vLLM `NgramProposer`. Both search the whole sequence at every step; this module

@@ -430,8 +430,8 @@ class Decoder:
     ) -> Tensor:
         """Return the output of a layer's attention.
 
-        `own` has the rows' keys and values of earlier layers, by index among layers with attention, and
-        `query_factors` [rows] the factors of queries in layers with a temperature of attention.
+        `own` has keys and values of this batch's rows in earlier layers, by a number that counts only layers with
+        attention. In layers with a temperature of attention, row i's queries are multiplied by `query_factors[i]`.
         """
         place, gates, factors = self._places[index], None, self.config.multipliers
         x = _times(x, factors and factors.attention_input)

@@ -60,8 +60,8 @@ def load_weights(
 class TorchSink(Sink[LayerWeights, Linear]):
     """Makes the linear layers of torch's operators, choosing the class by each matrix's format.
 
-    Routers, embeddings and the projections inside latent attention are not quantized; an embedding that is also
-    the output projection's matrix is stored twice if that is quantized.
+    Routers, embeddings and the projections inside latent attention are not quantized. If the output projection
+    is quantized and its matrix is also the embedding, this matrix is stored twice.
 
     Args:
         computed: Data type of activations.

@@ -34,7 +34,7 @@ URLS = (
 MAX_LINE_BYTES = 64 << 20
 """Longest line of an input in bytes, without its end: the memory that a request may take before it is sent."""
 MAX_CUSTOM_ID = 512
-"""Longest custom_id in characters. Those of a whole batch are in memory."""
+"""Longest custom_id in characters. It is limited because all custom_ids of a batch are in memory."""
 LOWEST_PRIORITY = (1 << 31) - 1
 """Value of the field `priority` with which all other requests start first."""
 # Stored responses of a batch would displace those that clients keep.

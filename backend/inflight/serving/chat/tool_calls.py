@@ -324,7 +324,7 @@ class ToolCallStream:
         return True
 
     def _after_list(self) -> bool:
-        """Parse the end of a group of calls after a list, which may be missing."""
+        """Parse the text that ends a group of calls, after a list of calls. This text may be missing."""
         return self._pass_end(self._form.end, self._in_content)
 
     # Helpers of the states.

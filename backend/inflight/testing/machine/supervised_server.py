@@ -277,7 +277,7 @@ class SupervisedServer(SimulatedRun):
         return self.rng.choice(running) if running else None
 
     def _lose(self, task: ProcessEntry | None) -> bool:
-        """Kill or stop a process; stopped, it goes on after a while or never."""
+        """Kill a process, or stop it for a while or for ever; return False if there is none."""
         if task is None:
             return False
         if self.rng.random() < 0.5:

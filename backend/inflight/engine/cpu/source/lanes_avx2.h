@@ -110,7 +110,7 @@ inline void store_words(void* p, Ints x, Mask mask) {
   _mm256_maskstore_epi32(words + 8, mask.high, x.high);
 }
 
-// Copies the values in a mask; there is no instruction for values of fewer than 32 bits.
+// Copies the values whose bit in `bits` is set; AVX2 has no instruction for this with values of fewer than 32 bits.
 template <class T>
 __attribute__((noinline)) void copy_where(T* to, const T* from, uint32_t bits) {
   for (; bits; bits &= bits - 1) to[__builtin_ctz(bits)] = from[__builtin_ctz(bits)];

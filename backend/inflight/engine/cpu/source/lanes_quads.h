@@ -95,7 +95,7 @@ inline Ints select(Mask mask, Ints yes, Ints no) {
   return in_quads<Ints>([&](int i) { return (mask.of[i] & yes.of[i]) | (~mask.of[i] & no.of[i]); });
 }
 
-// Copies the values in a mask.
+// Copies the values whose bit in `bits` is set.
 template <class T>
 __attribute__((noinline)) void copy_where(T* to, const T* from, uint32_t bits) {
   for (; bits; bits &= bits - 1) to[__builtin_ctz(bits)] = from[__builtin_ctz(bits)];
