@@ -447,7 +447,7 @@ def test_one_error_lists_all_problems() -> None:
 
 def sample_of(spec: ParameterSpec) -> str:
     """Return a text that the row accepts."""
-    texts = ("7", "0.5", "auto", "beam_search", "python", "TYPE_FP32", "/a/path")
+    texts = ("7", "0.5", "true", "auto", "beam_search", "python", "TYPE_FP32", "/a/path")
     return next(text for text in texts if parses(spec, text))
 
 

@@ -55,6 +55,12 @@ NO_EFFECT: tuple[ParameterSpec, ...] = (
         "it follows from the controls of each request, and from the draft head",
     ),
     _no_effect(
+        "multi_block_mode",
+        BOOLEAN,
+        "attention over long contexts by several blocks of threads",
+        "it is a switch of TensorRT-LLM's kernels",
+    ),
+    _no_effect(
         "triton_backend",
         choice("tensorrtllm", "python"),
         "implementation of tensorrtllm_backend",
@@ -126,7 +132,6 @@ UNBUILT: tuple[ParameterSpec, ...] = (
     ),
     _unbuilt("gpu_weights_percent", share(), "weights kept on the GPU", 1.0),
     _unbuilt("enable_context_fmha_fp32_acc", BOOLEAN, "TensorRT engines", False),
-    _unbuilt("multi_block_mode", BOOLEAN, "TensorRT engines", True, False),
     _unbuilt("cuda_graph_cache_size", integer(0), "TensorRT engines", 0),
     _unbuilt("xgrammar_tokenizer_info_path", TEXT, "grammars"),
 )

@@ -125,6 +125,8 @@ class ServerForOpenAi(WholeServer):
                 for ask in self.asks.values():
                     self._check_lines(ask)
                     self._check_abandoned(ask)
+                for front_end in self._alive():  # a request is counted after its client has the whole answer
+                    self._check_counts(front_end)
                 return report
         finally:
             gc.collect(1)  # what this run and the one before have made
@@ -287,8 +289,6 @@ class ServerForOpenAi(WholeServer):
                 self._check_ask(ask)
             else:
                 assert not ask.process.is_alive, "a request is not answered"
-        for front_end in self._alive():
-            self._check_counts(front_end)
 
     def _is_excused(self, ask: HttpAsk) -> bool:
         """Whether a fault overlaps a request."""
