@@ -47,7 +47,7 @@ class Sleep:
     def check_awake(self, is_continuation: bool) -> None:
         """Raise Unavailable for a request that may not be accepted. Never blocks.
 
-        While the engine waits for requests in flight, these may be continued.
+        While the engine waits for the requests in flight to end, it accepts continuations of them.
         """
         if self._refuses_continuations or (self._refuses_new and not is_continuation):
             raise Unavailable(_SLEEPS)

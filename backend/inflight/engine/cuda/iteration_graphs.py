@@ -1,10 +1,10 @@
 """Records forward passes and replays them, each with one call to the device instead of hundreds (CUDA graphs).
 
 A recording has a fixed number of rows, and reads and writes fixed memory. So several numbers of rows are recorded.
-A batch is padded to the next recorded number with rows of the null slot, which write to the null block, and its
-data is copied to the recordings' input in a single copy. Everything else, such as block tables and last tokens,
-is already in the slot table. Independent of CUDA: the recording function is an argument. Called on the loop
-thread.
+A batch is padded to the next of these numbers. The padding rows belong to the null slot and write to the null
+block. The batch's data goes to the recordings' input in a single copy. Everything else, such as block tables and
+last tokens, is already in the slot table. Independent of CUDA: the recording function is an argument. Called on
+the loop thread.
 
 There are recordings of generation rows alone, up to the number of slots. If the attention takes `FixedRows`, there
 are others of context chunks and generation rows together, up to _MAX_ROWS rows: computing a larger batch takes

@@ -3,9 +3,9 @@
 A head has one decoder layer. For the token at position p it reads the token's embedding and a hidden state of
 the model at p - 1, and guesses the token at p + 1. The layer attends to the same pairs of embedding and hidden
 state at all positions from 1 to p. An MTP head reads the model's output after the final norm, and shares embedding
-and output projection with the model; `eagle_head.py` and `gemma4_head.py` have the other kinds of heads, and
-Gemma 4's has several layers, without keys and values of its own. Beside compiled layers the layer and
-projections of MTP and EAGLE-3 heads are compiled too.
+and output projection with the model. The other kinds of heads are in `eagle_head.py` and `gemma4_head.py`. Gemma
+4's head has several layers, and computes no keys and values. Beside compiled layers the layer and projections of
+MTP and EAGLE-3 heads are compiled too.
 
 The layer's keys and values are one more layer of the KV cache, and the hidden states are stored there too: blocks
 that are shared, copied or saved have all that the head needs. Forward passes store both for their rows, by `fill`.

@@ -78,8 +78,8 @@ def _all_of(parts: list[Written]) -> Written:
 def negated(writer: SchemaWriter, node: Node, depth: int = 0, may_leave_out: bool = False) -> Written | None:
     """Return a schema of the values that are invalid by `node`; None if it cannot be written.
 
-    The returned schema may exclude some of these values. With `may_leave_out` it excludes values that
-    violate only keywords whose negation cannot be written.
+    The returned schema may exclude some of these values. Some keywords have no negation that can be written: with
+    `may_leave_out`, values that violate no other keywords are excluded.
     """
     if isinstance(node.value, bool):
         return not node.value

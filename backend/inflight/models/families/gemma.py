@@ -57,8 +57,8 @@ def _read_gemma(
     types: tuple[str, ...],
     ropes: tuple[RopeConfig, ...] | None = None,
 ) -> DecoderConfig:
-    """Read a config with norms before and after attention and MLP, whose weights are stored minus 1, and scaled
-    embeddings."""
+    """Read the config of a model with scaled embeddings, and with norms before and after attention and MLP. The
+    weights of the norms are stored minus 1."""
     hidden_size = config.positive_int("hidden_size")
     attention_bias = config.boolean("attention_bias", False)
     window = config.int_or_none("sliding_window") if "sliding_window" in config.values else _WINDOW
@@ -268,7 +268,7 @@ def _read_sizes4(
 def _read_full_heads4(
     config: ConfigFile, types: tuple[str, ...], kv_heads: int, head_dim: int
 ) -> tuple[int, int]:
-    """Return number and width of the key heads of layers with full attention, from either form of the keys.
+    """Return the number and width of KV heads in layers with full attention, which configs name in two ways.
 
     transformers 5 writes `per_layer_config`, and then ignores the two other keys. null counts as an empty object.
     """

@@ -157,8 +157,8 @@ def _read_mistral(config: ConfigFile) -> DecoderConfig:
 def take_temperature(
     config: ConfigFile, default: Mapping[str, Any], also: tuple[str, ...] = ()
 ) -> tuple[ConfigFile, AttentionTemperature | None]:
-    """Return a config of Mistral AI's without the temperature of attention, and this temperature; None if it does
-    not depend on the position.
+    """Return two values: a Mistral AI config without the keys of the attention temperature, and this temperature,
+    which is None if it does not depend on the position.
 
     `default`: `rope_parameters` of files that have none. `also`: further keys of `rope_parameters` to leave out.
     """
