@@ -22,10 +22,10 @@ from inflight.engine_parts import (
     make_guide_compiler,
     make_instruments,
     make_model_memory,
-    make_ranks_block_store,
     make_receipts,
     make_tracer,
     make_watchdog,
+    share_block_store,
     with_kv_events,
     with_saved_blocks,
 )
@@ -250,16 +250,19 @@ def start_engine(
 
     model = _load_checked(load, parameters, version_dir, rank_context)
     parameters, limits = with_saved_blocks(parameters, model), model.engine.limits
-    shared_store = None
-    if rank_context is not None:
-        shared_store = make_ranks_block_store(parameters, model, lambda: manager.notify(), rank_context)
+
+    def notify() -> None:
+        manager.notify()
+
+    own_store = make_block_store(parameters, model, notify) if rank_context is None else None
+    store = own_store if rank_context is None else share_block_store(parameters, model, notify, rank_context)
     with ExitStack() as undo:
-        if shared_store is not None:
-            undo.callback(shared_store.close)
+        if store is not None:
+            undo.callback(store.close)
         scheduler = Scheduler(with_kv_events(parameters), limits)
         instruments = make_instruments(parameters, limits, return_metrics, on_hang)
-        adapters = make_adapters(parameters, model, lambda: manager.notify())
-        receipts = make_receipts(parameters, model, lambda: manager.notify())
+        adapters = make_adapters(parameters, model, notify)
+        receipts = make_receipts(parameters, model, notify)
         client = _local_client(
             parameters,
             model,
@@ -267,12 +270,9 @@ def start_engine(
             adapters,
             receipts,
             None if rank_context else lambda same: _load_checked(load, same, version_dir, None),
-            lambda memory: store.use_memory(memory) if store is not None else None,
+            own_store.use_memory if own_store else lambda _: None,
         )
-        guides = make_guide_compiler(parameters, model, lambda: manager.notify())
-        store = (
-            make_block_store(parameters, model, lambda: manager.notify()) if rank_context is None else None
-        )
+        guides = make_guide_compiler(parameters, model, notify)
         manager = GptManager(
             model.engine,
             scheduler,
@@ -286,7 +286,7 @@ def start_engine(
             wait_until_sent=_wait_until_sent(client, limits.takes_all_processors, rank_context),
             guides=guides,
             adapters=None if adapters is None else adapters.cache,
-            block_store=store or shared_store,
+            block_store=store,
         )
         undo.pop_all()
         release = _release_once(model, rank_context)
@@ -423,7 +423,7 @@ def start_following(
 
     model = _load_checked(load, parameters, version_dir, rank_context)
     parameters = with_saved_blocks(parameters, model)
-    store = make_ranks_block_store(parameters, model, lambda: None, rank_context)
+    store = share_block_store(parameters, model, lambda: None, rank_context)
     deaths: list[InflightError] = []
     manager = GptManager(
         model.engine,

@@ -71,6 +71,12 @@ def make_block_store(
     folder, memory = parameters.kv_cache_dir, model.block_memory
     if memory is None or not saves_blocks(parameters, model):
         return None
+    if not memory.block_bytes or (model.engine.limits.num_state_snapshots and not memory.state_bytes):
+        kind = "recurrent" if memory.block_bytes else "attention"
+        raise ConfigError(
+            f"KV blocks cannot be saved, because the model, or one of its pipeline stages, has no {kind} layer; "
+            f"pipeline_parallel_size is {parameters.pipeline_parallel_size}"
+        )
     from inflight.block_store import BlockFiles, HostBlockStore, cache_identity
     from inflight.receipts.engine_part import given_parameters, model_folders, versions
 
@@ -97,26 +103,26 @@ def make_block_store(
     return HostBlockStore(memory, tokens_per_block, notify, host_bytes, files, always_loads=num_ranks > 1)
 
 
-def make_ranks_block_store(
+def share_block_store(
     parameters: Parameters, model: LoadedModel, notify: Callable[[], None], rank_context: RankContext
 ) -> BlockStore | None:
     """Return the store of KV blocks for the loop of one of several ranks; None if blocks are not saved.
 
     Called on all ranks at the same time. Raises ConfigError on all of them if one cannot use its folder.
     """
-    if not parameters.scheduler.has_block_store:
+    if not saves_blocks(parameters, model):
         return None
+    world = rank_context.world
     own: list[HostBlockStore] = []
 
     def make(on_end: Callable[[], None]) -> HostBlockStore:
-        world = rank_context.world
         store = make_block_store(parameters, model, on_end, world.rank, world.size)
         assert store is not None, "blocks are saved"
         own.append(store)
         return store
 
     shared = rank_context.share_block_store(make, notify)
-    own[0].make_room()
+    own[0].make_room()  # now that all ranks have locked their files
     return shared
 
 

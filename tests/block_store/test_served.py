@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
+from inflight.engine.block_memory import CacheBytes, Entries
+from inflight.engine_parts import make_block_store
 from inflight.errors import ConfigError
 from tests.engine.pictures import Picture, expected_tokens, make_prompt, request_of
 from tests.models.zoo import make_model
@@ -245,6 +248,22 @@ def test_sizes_of_files_without_a_folder_are_refused():
     with pytest.raises(ConfigError, match="kv_cache_disk_bytes is given, but kv_cache_dir is not"):
         check_parameters(Parameters(kv_cache_disk_bytes=1 << 30))
     check_parameters(Parameters())
+
+
+@pytest.mark.parametrize(("sizes", "missing"), [((0, 32), "attention"), ((32, 0), "recurrent")])
+def test_a_pipeline_stage_without_a_kind_of_layers_is_refused(tmp_path, sizes, missing):
+    """Its rank would have nothing of a block or of a snapshot, whose existence rank 0 decides."""
+    memory = SimpleNamespace(block_bytes=sizes[0], state_bytes=sizes[1], is_on_host=True)
+    engine = SimpleNamespace(limits=SimpleNamespace(num_state_snapshots=4))
+    model: Any = SimpleNamespace(block_memory=memory, engine=engine)
+    parameters = Parameters(kv_cache_dir=str(tmp_path), pipeline_parallel_size=2)
+    message = f"one of its pipeline stages, has no {missing} layer; pipeline_parallel_size is 2"
+    with pytest.raises(ConfigError, match=message):
+        make_block_store(parameters, model, lambda: None, 1, 2)
+
+
+def test_a_cache_without_layers_has_entries_without_bytes():
+    assert Entries().num_bytes == 0 == len(CacheBytes(Entries(), None, is_on_host=False).read(0, True))
 
 
 def test_a_priority_that_no_block_has_is_refused():

@@ -201,6 +201,30 @@ def test_a_dropped_block_is_not_loaded_even_if_it_waits_to_be_written(make, tmp_
         assert store.load(number, **{name: 9}).loads == (LoadResult(number, 0),)
 
 
+def test_a_block_that_was_written_but_not_yet_reported_can_be_dropped(make, tmp_path):
+    store = make(tmp_path).store
+    store.carry_out(StoreCommands(saves=pieces(a=1)))
+    while store._waiting_bytes:
+        time.sleep(0.001)
+    store.carry_out(StoreCommands(drops=(A,)))
+    assert store.update().saved == ()
+
+
+@pytest.mark.parametrize("tiers", [(DISK,), (HOST,), (HOST, DISK)])
+def test_a_block_is_loaded_while_it_waits_to_be_written(make, tmp_path, may_write, monkeypatch, tiers):
+    if DISK not in tiers:  # delay host memory, as `may_write` delays files
+        keep = HostBlockStore._write_to_host
+        monkeypatch.setattr(HostBlockStore, "_write_to_host", lambda *of: may_write.wait(60) and keep(*of))
+    store = make(tmp_path if DISK in tiers else None, host_blocks=4 * (HOST in tiers))
+    store.store.carry_out(StoreCommands(saves=pieces(a=1)))
+    assert store.load(0, a=9).loads == (LoadResult(0, 1),)
+    assert store.memory.blocks[9][0] == 1
+    may_write.set()
+    assert store.drain().saved == (A,)
+    assert store.load(1, a=8).loads == (LoadResult(1, 1),)
+    assert sum(tier.num_loaded for tier in store.stats.tiers) == store.stats.num_loaded == 2
+
+
 def test_blocks_beyond_host_memory_are_dropped_unless_a_file_has_them(make, tmp_path):
     store = make(host_blocks=2)
     update = store.save(a=1, b=2, c=3)
@@ -319,6 +343,32 @@ def test_what_each_tier_saves_loads_and_drops_is_counted(make, tmp_path):
             TierStats(DISK, 100 * FILE, 2, 2 * FILE, 2, 2 * FILE, 1, FILE, 0, 0),
         ),
     )  # fmt: skip
+
+
+def test_a_block_that_could_not_be_written_again_is_not_counted_again(make, tmp_path, monkeypatch):
+    store = make(tmp_path)
+    store.save(a=1)
+
+    def full(files, key, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(BlockFiles, "write", full)
+    assert store.save(a=1).saved == (A,), "the file from before is still there"
+    assert (store.stats.num_saved, store.stats.tier(DISK).num_saved) == (1, 1)
+
+
+def test_bytes_that_others_append_to_a_file_are_counted_once(make, tmp_path):
+    first = make(tmp_path)
+    first.save(a=1)
+    first.store.close()
+    (file,) = tmp_path.glob("*/*/*")
+    file.write_bytes(file.read_bytes() + b"more")
+    second = make(tmp_path)
+    second.update()
+    assert second.load(0, a=9).loads == (LoadResult(0, 1),)
+    second.store.carry_out(StoreCommands(drops=(A,)))
+    second.update()
+    assert (second.stats.tier(DISK).num_blocks, second.stats.tier(DISK).num_bytes) == (0, 0)
 
 
 def test_tiers_that_there_are_not_have_no_statistics(make, tmp_path):

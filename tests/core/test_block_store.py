@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from inflight.config import SchedulingConfig
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.block_store import LoadResult, StoreUpdate
 from inflight.core.kv.kv_events import block_hash
-from inflight.core.kv.retention import Retention, RetentionConfig
+from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
 from inflight.core.kv.state_snapshots import StateSnapshots
 from inflight.core.request.request import IterationInput
 from inflight.core.request.stop import StopSignal
@@ -18,6 +20,7 @@ from inflight.testing.simulation.integrity import check_integrity
 from tests.core.factories import Driver, make_limits, make_request
 
 SIZE = 4
+SECOND = 10**9
 LONG = tuple(range(10, 10 + 3 * SIZE + 1))  # three full blocks that can be found, and a token
 
 
@@ -47,6 +50,12 @@ class Server(Driver):
 
     def why(self, request_id: int = 1) -> str:
         return next(each.why for each in self.scheduler.state().waiting if each.request_id == request_id)
+
+    def expiry_ns(self) -> int:
+        """When the first retention of the cached blocks expires."""
+        first = self.scheduler.kv_cache.pool._expiries.first_key()
+        assert first is not None, "no retention has a duration"
+        return first[0]
 
     @property
     def saved(self):
@@ -316,3 +325,21 @@ def test_a_saved_block_that_is_lost_is_removed():
     server.update(dropped=tuple(digests))
     (event,) = server.scheduler.take_kv_events()
     assert sorted(event.removed) == sorted(map(block_hash, digests))
+
+
+@pytest.mark.parametrize("has_idle_iteration", [False, True])
+def test_durations_of_loaded_blocks_begin_when_their_load_ends(has_idle_iteration: bool):
+    """An idle iteration of rank 0, which other ranks and replays do not have, makes no difference."""
+    kept = RetentionConfig((TokenRangeRetention(0, None, Retention(90, duration_ms=1000)),))
+    server = Server(saved_digests())
+    server.accept(make_request(prompt=LONG, retention=kept))
+    server.step()
+    (load,) = server.scheduler.take_store_commands().loads
+    server.accept(stop=(1,))
+    server.step()
+    if has_idle_iteration:
+        server.accept(now_ns=5 * SECOND)
+        server.step()
+    ended = StoreUpdate(loads=(LoadResult(load.load_id, 3),))
+    server.scheduler.accept(IterationInput(server.iteration, 10 * SECOND, blocks=ended))
+    assert server.expiry_ns() == 11 * SECOND

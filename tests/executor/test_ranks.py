@@ -16,6 +16,7 @@ import inflight.executor as trtllm
 from inflight.config import EngineConfig, Parameters
 from inflight.processes import ProcessId
 from tests.executor.conftest import PROMPT, make_config, responses_of, results_of
+from tests.models.zoo import make_model
 from tests.ranks.mpirun import TIMEOUT_S, run_ranks, start_ranks
 from tests.tiers import with_all
 
@@ -136,6 +137,22 @@ def test_each_rank_finds_its_part_of_saved_blocks(
     again = run(1)  # the first torn block and those behind it are computed and saved again
     assert again.onboard_blocks < NUM_BLOCKS <= again.onboard_blocks + again.offload_blocks
     assert run(0).onboard_blocks == NUM_BLOCKS
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2)])
+def test_recurrent_states_are_saved_on_each_rank(tmp_path: Path, tp_size: int, pp_size: int) -> None:
+    model = make_model(tmp_path / "model", "qwen3.5")
+    base = Parameters(pipeline_parallel_size=pp_size, kv_cache_dir=str(tmp_path / "blocks"))
+    prompt = [number % 40 for number in range(9, 9 + 2 * SIZE + 3)]
+    expected = [*prompt, *model.greedy(tuple(prompt), 4)]
+    tier = None
+    for _ in range(2):
+        with orchestrate(model.folder, tp_size, base) as executor:
+            (result,) = results_of(executor, trtllm.Request(prompt, 4))
+            assert result.output_token_ids[0] == expected
+            (tier,) = executor.get_latest_iteration_stats()[-1].kv_cache_tier_stats
+    assert tier is not None and tier.onboard_blocks >= 2, "blocks, and the state at the prompt's end"
 
 
 def test_ranks_whose_folder_is_in_use_do_not_start(checkpoint: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 
@@ -186,7 +186,7 @@ class BlockFiles:
             os.utime(self._path(key))
         with self._lock:
             if key in self._files:  # it may have been removed meanwhile
-                self._files[key] = _SavedFile(content.size + CHECK_BYTES, self._clock_s())
+                self._files[key] = replace(self._files[key], used_at=self._clock_s())
                 self._files.move_to_end(key)
         return True
 

@@ -232,6 +232,7 @@ class HostBlockStore:
     def _drop(self, key: bytes) -> None:
         with self._lock:
             self._waiting.pop(key, None)
+            self._saved = [each for each in self._saved if each != key]
         self._remove(key)
 
     def _remove(self, key: bytes) -> None:
@@ -263,16 +264,14 @@ class HostBlockStore:
 
     def _write_all(self) -> None:
         while (save := self._saves.get()) is not None and not self._is_over:
-            removed = self._write(save)
+            is_written, removed = self._write(save)
             with self._lock:
                 is_wanted = self._waiting.get(save.key) is save
                 if is_wanted:
                     del self._waiting[save.key]
-                if is_wanted and save.key in removed:
-                    self._dropped.append(save.key)
-                elif is_wanted:
-                    self._saved.append(save.key)
-                    self._copied_out.add(save.content.size)
+                    if is_written:
+                        self._copied_out.add(save.content.size)
+                    (self._dropped if save.key in removed else self._saved).append(save.key)
                 self._dropped += [key for key in removed if key != save.key]
                 self._has_news = True
             if not is_wanted:
@@ -280,13 +279,17 @@ class HostBlockStore:
             with self._lock:
                 self._waiting_bytes -= save.content.size
 
-    def _write(self, save: _Save) -> list[bytes]:
-        """Write a piece to both tiers; return the keys of pieces that are in neither of them afterwards."""
-        removed: list[bytes] = []
+    def _write(self, save: _Save) -> tuple[bool, list[bytes]]:
+        """Write a piece to both tiers.
+
+        Returns:
+            Whether some tier has taken it, and the keys of pieces that are in neither of them afterwards.
+        """
+        is_written, removed = self._host.max_bytes > 0, list[bytes]()
         if self._files is not None:
             try:
                 removed += self._files.write(save.key, save.content)
-                self._is_failing = False
+                is_written, self._is_failing = True, False
             except (OSError, MemoryError) as error:
                 if not self._is_failing:
                     _log.warning(
@@ -298,7 +301,7 @@ class HostBlockStore:
         if self._host.max_bytes:
             removed += self._write_to_host(save)
         in_files = self._files or ()
-        return [each for each in removed if each not in self._in_host and each not in in_files]
+        return is_written, [each for each in removed if each not in self._in_host and each not in in_files]
 
     def _write_to_host(self, save: _Save) -> list[bytes]:
         """Keep a piece in host memory; return the keys of those that were removed to make room."""
@@ -339,12 +342,18 @@ class HostBlockStore:
         return tiers
 
     def _load_piece(self, piece: SavedPiece, buffer: NDArray[np.uint8]) -> TierCounts | None:
-        """Copy a piece to the device; return the tier that it was read from, None if it was not found."""
+        """Copy a piece to the device; return the tier that it was read from, None if it was not found.
+
+        A piece that is being written counts as read from the tier in files, or from host memory if there are none.
+        """
         tier = self._host
         with self._lock:
-            content = self._in_host.get(piece.key)
+            content, waiting = self._in_host.get(piece.key), self._waiting.get(piece.key)
             if content is not None:
                 self._in_host.move_to_end(piece.key)
+            elif waiting is not None:  # another rank may already have written its part
+                content = waiting.content
+                tier = self._host if self._files is None else self._files.counts
         if content is None and self._files is not None and self._files.read(piece.key, buffer):
             tier, content = self._files.counts, buffer
         if content is None:

@@ -128,6 +128,8 @@ class Scheduler:
         ready. One iteration ends a bounded number of sequences (`PendingEndings`).
         """
         self._iteration, self._now_ns = inputs.iteration, inputs.now_ns
+        # Before blocks are released: other ranks and replays have not seen the times of rank 0's idle iterations.
+        self.kv_cache.pool.expire(self._now_ns)
         self._observed.begin_iteration()
         responses: list[Response] = []
         for request in inputs.new_requests:

@@ -22,7 +22,7 @@ class Entries:
         num_bytes: Bytes of an entry.
     """
 
-    def __init__(self, memories: Sequence[Tensor], dimension: int, first: int = 0) -> None:
+    def __init__(self, memories: Sequence[Tensor] = (), dimension: int = 0, first: int = 0) -> None:
         self._first = first
         self._memories = [memory.movedim(dimension, 0) for memory in memories]
         self._sizes = [memory[0].numel() * memory.element_size() for memory in self._memories]
@@ -32,14 +32,11 @@ class Entries:
         if all(memory.device.type == "cpu" for memory in memories):
             self._arrays = [_as_array(_as_bytes(memory).movedim(dimension, 0)) for memory in memories]
 
-    @property
-    def is_on_host(self) -> bool:
-        """Whether the tensors are in host memory."""
-        return bool(self._arrays)
-
     def read(self, index: int) -> NDArray[np.uint8]:
         """Return a copy of an entry, [num_bytes]."""
         place = self._first + index
+        if not self._memories:
+            return np.empty(0, dtype=np.uint8)
         if self._arrays:
             return np.concatenate([array[place].ravel() for array in self._arrays])
         parts = [_as_bytes(memory[place].contiguous()).flatten() for memory in self._memories]
@@ -81,22 +78,21 @@ def _copy_to_gpu(target: Tensor, content: NDArray[np.uint8]) -> None:
 
 
 class CacheBytes:
-    """A cache's blocks and snapshots as bytes; implements `inflight.block_store.BlockMemory`."""
+    """A cache's blocks and snapshots as bytes; implements `inflight.block_store.BlockMemory`.
 
-    def __init__(self, blocks: Entries, snapshots: Entries | None) -> None:
-        self._blocks, self._snapshots = blocks, snapshots
-        self.block_bytes = blocks.num_bytes
-        self.state_bytes = 0 if snapshots is None else snapshots.num_bytes
-        self.is_on_host = blocks.is_on_host
+    Args:
+        blocks: The blocks.
+        snapshots: The snapshots; None without recurrent layers.
+        is_on_host: Whether the cache is in host memory.
+    """
+
+    def __init__(self, blocks: Entries, snapshots: Entries | None, is_on_host: bool) -> None:
+        self._blocks, self._snapshots = blocks, snapshots or Entries()
+        self.block_bytes, self.state_bytes = blocks.num_bytes, self._snapshots.num_bytes
+        self.is_on_host = is_on_host
 
     def read(self, index: int, is_state: bool) -> NDArray[np.uint8]:
-        return self._entries(is_state).read(index)
+        return (self._snapshots if is_state else self._blocks).read(index)
 
     def write(self, index: int, is_state: bool, content: NDArray[np.uint8]) -> None:
-        self._entries(is_state).write(index, content)
-
-    def _entries(self, is_state: bool) -> Entries:
-        if not is_state:
-            return self._blocks
-        assert self._snapshots is not None, "this model has no recurrent state"
-        return self._snapshots
+        (self._snapshots if is_state else self._blocks).write(index, content)

@@ -196,7 +196,7 @@ class KvCache:
     def as_bytes(self) -> CacheBytes:
         """Return the blocks, with their scales, and the snapshots of recurrent state as bytes."""
         snapshots = None if self.states is None else self.states.snapshots
-        return CacheBytes(Entries(self._memories(), dimension=2), snapshots)
+        return CacheBytes(Entries(self._memories(), dimension=2), snapshots, self.device.type == "cpu")
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy each source block to its target block, in all layers. No source may be a target."""
