@@ -1,7 +1,7 @@
 """Check that documentation begins with a noun phrase or an imperative, not with a relative clause.
 
-Looks at docstrings, the strings that document assignments, and the entries of `Args:` and `Attributes:`. Prints
-file and line of every refused one. Standard library only.
+Looks at docstrings, the strings that document assignments, and the entries of `Args:` and `Attributes:`, whose
+further lines must be indented. Prints file and line of every refused one. Standard library only.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ _REFUSED = re.compile(
 _REFUSED_ENTRY = re.compile(rf"(?:{_RELATIVE})\b", re.IGNORECASE)
 _SECTION = re.compile(r"( *)(?:Args|Attributes):\s*$")
 _ENTRY = re.compile(r"( *)[^\s:][^:]*:\s+(.*)")
+_NAMES = re.compile(r" *[\w.*]+(, [\w.*]+)*(:( |$)|,$)")
 _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -45,7 +46,7 @@ def _refused_in_docstring(node: _Documented) -> Iterator[tuple[int, str]]:
     if _REFUSED.match(_without_quotes(docstring)):
         yield first_line, docstring.splitlines()[0]
     for offset, line, description in _entries(docstring):
-        if _REFUSED_ENTRY.match(_without_quotes(description)):
+        if _REFUSED_ENTRY.match(_without_quotes(description)) or not _NAMES.match(line):
             yield first_line + offset, line.strip()
 
 
@@ -58,7 +59,8 @@ def _refused_below_assignments(statements: list[ast.stmt]) -> Iterator[tuple[int
 
 
 def _entries(docstring: str) -> Iterator[tuple[int, str, str]]:
-    """Yield offset, line and description of each entry of a docstring's `Args:` and `Attributes:`."""
+    """Yield offset, line and description of each entry of a docstring's `Args:` and `Attributes:`, and of lines that
+    are indented like entries."""
     section: int | None = None
     indent = 0
     for offset, line in enumerate(docstring.splitlines()):
@@ -71,8 +73,8 @@ def _entries(docstring: str) -> Iterator[tuple[int, str, str]]:
                 continue
             indent = indent or width
             entry = _ENTRY.match(line)
-            if width == indent and entry:
-                yield offset, line, entry[2]
+            if width == indent:
+                yield offset, line, entry[2] if entry else ""
 
 
 def _without_quotes(text: str) -> str:
@@ -91,7 +93,7 @@ def main(folders: list[str]) -> int:
     if found:
         print(
             f"{found} docstrings or entries do not begin with what the thing is or does:"
-            " begin with a noun phrase or an imperative",
+            " begin with a noun phrase or an imperative, and indent the further lines of an entry",
             file=sys.stderr,
         )
     return 1 if found else 0

@@ -42,8 +42,7 @@ class ClassificationHead:
     Attributes:
         weight: float32 [classes, hidden size].
         labels: The name of each class.
-        activation: The function that turns the products into probabilities, as in vLLM: a softmax over
-        several
+        activation: The function that turns the products into probabilities, as in vLLM: a softmax over several
             classes, a sigmoid for one class or a `problem_type` of several labels a text, none for a regression.
     """
 

@@ -41,8 +41,8 @@ class Multimodal:
         bidirectional: Layers in which the rows of a picture attend to each other in both directions: "all"; or
             "sliding", those with a window, if the text part's `use_bidirectional_attention` is vision. "": none.
         inputs: The inputs of the model's other parts, for messages.
-        defaults: Values of keys that `text_config` omits, where the class's defaults differ from those of the
-        text part's family.
+        defaults: Values of keys that `text_config` omits, where the class's defaults differ from those of the text
+            part's family.
     """
 
     model_type: str

@@ -108,3 +108,10 @@ def test_text_after_a_section_is_not_an_entry(check):
 def test_code_without_docstrings_is_accepted(check):
     status, messages = check('def run():\n    text = "What a batch takes."\n    return text\n')
     assert status == 0, messages
+
+
+def test_a_further_line_of_an_entry_that_is_not_indented_is_refused(check, tmp_path):
+    whole = ARGUMENT.format("Number of rows, which is larger than\n            the size.")
+    assert check(whole)[0] == 0
+    status, messages = check(whole.replace("            the size", "        the size"))
+    assert (status, messages.splitlines()[0]) == (1, f"{tmp_path}/module.py:7: the size.")

@@ -59,7 +59,7 @@ class Sleep:
 
         Args:
             action: The command. WAKE_UP does nothing if the engine is awake. SLEEP does nothing if it sleeps,
-            except that it gives back a KV cache that was kept.
+                except that it gives back a KV cache that was kept.
             timeout_s: How long to wait for requests in flight, or for another command, in seconds.
             only_weights: Whether to keep the KV cache in sleep; WAKE_UP raises unless it was kept.
 

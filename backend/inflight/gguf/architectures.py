@@ -19,8 +19,8 @@ class Architecture:
         is_permuted: Whether the file stores the two rows of each rotary pair of a query or key head next to
             each other. Hugging Face checkpoints store all first rows, then all second rows.
         norm_offset: Number that llama.cpp's converter added to norm weights, and that must be subtracted.
-        has_tiled_values: Whether the value heads of recurrent layers are stored so that those of one key head
-        are not adjacent. Hugging Face checkpoints store them next to each other.
+        has_tiled_values: Whether the value heads of recurrent layers are stored so that those of one key head are
+            not adjacent. Hugging Face checkpoints store them next to each other.
     """
 
     model_type: str

@@ -246,7 +246,7 @@ class Eagle3Config:
     Attributes:
         layer: The head's only layer; its `vocab_size` is the number of tokens that the head can guess.
         read_layers: Three numbers of the model's layers, 0 to `num_layers`: the head reads the hidden states after
-        these numbers of layers, where 0 stands for the embeddings.
+            these numbers of layers, where 0 stands for the embeddings.
     """
 
     layer: DecoderConfig

@@ -40,8 +40,7 @@ def with_gemma4_head(model: ModelDescription, folder: str) -> ModelDescription:
     """Return the description of a Gemma 4 model with the draft head in `folder`.
 
     Raises:
-        ConfigError: The model is not a Gemma 4, or the head has other sizes or layers than this model's head
-        must
+        ConfigError: The model is not a Gemma 4, or the head has other sizes or layers than this model's head must
             have, or tensors are missing; the message has the file and what was expected.
     """
     config, target = read_config_file(folder), model.decoder

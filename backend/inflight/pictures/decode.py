@@ -26,8 +26,7 @@ def read_pictures(files: Mapping[int, bytes | memoryview]) -> dict[int, Image.Im
         files: The pictures' files, by their index in the prompt.
 
     Raises:
-        InvalidArgument: A file is too large, is not a picture in one of the FORMATS, is broken, or has more
-        pixels
+        InvalidArgument: A file is too large, is not a picture in one of the FORMATS, is broken, or has more pixels
             than PIL allows (`Image.MAX_IMAGE_PIXELS`); or all pictures together have more than MAX_PIXELS.
     """
     opened = {index: _read(index, partial(_open, data, index)) for index, data in files.items()}

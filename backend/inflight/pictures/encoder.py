@@ -105,8 +105,8 @@ class PictureEncoder:
 
         Raises:
             InvalidArgument: The numbers of placeholders and pictures differ, a picture is invalid, one or all
-            together have too many pixels, the text has a token that stands for a row, or the model
-                cannot tell two pictures apart because nothing is between them.
+                together have too many pixels, the text has a token that stands for a row, or the model cannot tell
+                two pictures apart because nothing is between them.
         """
         if special_tokens is not None and self.placeholder not in text:
             text = self._alone * len(pictures) + text

@@ -47,8 +47,8 @@ class Candidates:
         rows: [n] indices of the rows, on the host.
         ids: [n, candidates] int64 in ascending order; None: the whole vocabulary.
         weights: [n, candidates] unnormalized probabilities, 0 for excluded tokens.
-        are_all: [n] bool on the device, if the candidates are a guess: whether `ids` has all candidates of
-        the row; None: it has.
+        are_all: [n] bool on the device, if the candidates are a guess: whether `ids` has all candidates of the
+            row; None: it has.
     """
 
     rows: NDArray[np.int64]

@@ -49,8 +49,8 @@ class ServerLog:
         has_gpu: Whether messages about a missing GPU are of interest.
         is_verbose: Whether to copy every line. If not, what tritonserver itself logs as information is only
             stored, and repeated lines are counted.
-        is_starting: Whether several models are being loaded. Until `end_start` is called, a warning that each
-        of them gives is copied only once.
+        is_starting: Whether several models are being loaded. Until `end_start` is called, a warning that each of
+            them gives is copied only once.
 
     Attributes:
         num_lines: Number of lines that the server has written.
@@ -143,8 +143,7 @@ class Quiet:
         is_starting: The attribute.
 
     Attributes:
-        is_starting: Whether the server is starting. Each of its models reads the same checkpoint, and warns
-        of it.
+        is_starting: Whether the server is starting. Each of its models reads the same checkpoint, and warns of it.
     """
 
     def __init__(self, is_starting: bool = False) -> None:

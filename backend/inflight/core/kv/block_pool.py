@@ -7,10 +7,9 @@
 Published blocks refer to their parents' digests, so they form trees. The next block to take is, in this order,
 
     1. an empty block, the last released first;
-    2. a cached leaf, a block that is not the parent of a published block: the lowest priority first, and
-    within a priority
-       the least recently released. A parent whose last child is evicted becomes a leaf with its own priority and
-       time, so a child protects its ancestors, without which it is useless;
+    2. a cached leaf, a block that is not the parent of a published block: the lowest priority first, and within a
+       priority the least recently released. A parent whose last child is evicted becomes a leaf with its own
+       priority and time, so a child protects its ancestors, without which it is useless;
     3. any other cached block, the least recently released first. Without cached leaves there are cached blocks
        only if a sequence holds a child whose parent it computed itself, in another block.
 

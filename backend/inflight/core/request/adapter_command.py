@@ -25,8 +25,8 @@ class AdapterCommand:
         task_id: The adapter to unload, instead of a name.
         path: The adapter's folder below the server's `lora_dir`, to load it under a new name; "": the
             folder that the name already has.
-        replaces: Whether LOAD reads the folder again if the adapter is loaded, and may assign another folder
-        to a name that a client gave. Requests that use the adapter continue with its old weights.
+        replaces: Whether LOAD reads the folder again if the adapter is loaded, and may assign another folder to a
+            name that a client gave. Requests that use the adapter continue with its old weights.
     """
 
     action: AdapterAction

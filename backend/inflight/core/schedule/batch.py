@@ -333,7 +333,7 @@ class EngineLimits:
         has_state: Whether a slot has a recurrent state besides its blocks.
         num_state_snapshots: Number of snapshots of recurrent states for which there is memory.
         break_even_rows: Number of rows that take as long as the fixed part of a forward pass, which is mostly
-        reading the weights. In a batch of n rows, a draft token saves time if it is accepted with a
+            reading the weights. In a batch of n rows, a draft token saves time if it is accepted with a
             probability of at least n / (n + break_even_rows).
         guess_cost: Time that a draft head takes to guess a token, relative to a forward pass; 0: there is no draft
             head. A draft token saves time if it is accepted with a probability that is larger by `guess_cost`.

@@ -81,8 +81,8 @@ class NativeDecoder:
         quantization: 8-bit format of the cache that every call passes; None: not quantized.
         num_mapped_bytes: Bytes of weights that are mapped from a file, and so need page cache.
         widest_operand: Width of the widest input of `linear` and of `read` in `forward`; 0: neither is used.
-        beside: A decoder that shares its threads with this one; the two never run at the same time. None:
-        this one has its own threads.
+        beside: A decoder that shares its threads with this one; the two never run at the same time. None: this one
+            has its own threads.
 
     Raises:
         ConfigError: The threads cannot be started, or INFLIGHT_CPU_SPIN_US is not a number of microseconds.

@@ -320,8 +320,8 @@ class Handle:
         library: The compiled code.
         shape: The decoder's sizes.
         layers: Its layers.
-        other: A decoder that shares its threads with this one; the two never run at the same time. None: this
-        one has its own threads.
+        other: A decoder that shares its threads with this one; the two never run at the same time. None: this one
+            has its own threads.
 
     Attributes:
         exists: Whether the decoder's threads could be started.

@@ -63,8 +63,7 @@ def fill_up(
         fixed: The kinds of the rows.
         null_slot: The slot of padding rows.
         num_slots: The plan's number of slots.
-        length: Number of positions of a slot's cache; `RowCache.has_room_beside` has checked that they are
-        enough.
+        length: Number of positions of a slot's cache; `RowCache.has_room_beside` has checked that they are enough.
     """
     is_filler = slots == null_slot
     own = torch.where(is_filler, num_slots, slots)

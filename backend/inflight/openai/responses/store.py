@@ -42,8 +42,8 @@ class KeptResponses:
     Args:
         max_number: Largest number of responses.
         max_bytes: Largest size of all responses in bytes.
-        file: File with the responses of earlier processes, to which ended responses are written; None: there
-        is none.
+        file: File with the responses of earlier processes, to which ended responses are written; None: there is
+            none.
     """
 
     def __init__(self, max_number: int, max_bytes: int, file: ResponseFile | None = None) -> None:
