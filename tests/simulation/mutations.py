@@ -5,11 +5,23 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 
 from inflight.testing.simulation.integrity import check_integrity
+
+NUM_SEEDS = 2000
+"""Number of seeds of a simulation, one of which has to fail with a planted mistake."""
+
+
+def fails(run: Callable[[int], object], seed: int) -> bool:
+    """Return whether a simulation reports a broken promise."""
+    try:
+        run(seed)
+    except AssertionError:
+        return True
+    return False
 
 
 @dataclass(frozen=True)
@@ -70,6 +82,11 @@ class Mutation:
             for each, names in before.items():
                 vars(each).clear()
                 vars(each).update(names)
+
+    def is_revealed_by(self, run: Callable[[int], object]) -> bool:
+        """Return whether a simulation fails with the mistake, for one of NUM_SEEDS seeds."""
+        with self.planted():
+            return any(fails(run, seed) for seed in range(NUM_SEEDS))
 
 
 MUTATIONS = (
