@@ -59,8 +59,10 @@ def _refused_below_assignments(statements: list[ast.stmt]) -> Iterator[tuple[int
 
 
 def _entries(docstring: str) -> Iterator[tuple[int, str, str]]:
-    """Yield offset, line and description of each entry of a docstring's `Args:` and `Attributes:`, and of lines that
-    are indented like entries."""
+    """Yield offset, line and description of each entry of a docstring's `Args:` and `Attributes:`.
+
+    Other lines that are indented like an entry are yielded with the description "".
+    """
     section: int | None = None
     indent = 0
     for offset, line in enumerate(docstring.splitlines()):

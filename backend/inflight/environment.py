@@ -23,8 +23,6 @@ _MAX_SPIN_US = 1_000_000
 # Kubernetes adds variables with the addresses of all services, and a service may be called inflight.
 _OF_KUBERNETES = re.compile(r"SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?")
 _ADDRESS_OF_KUBERNETES = re.compile(r"(tcp|udp|sctp)://.*")
-
-
 _OF_MACHINES = {"x86_64": ("amx", "avx512", "avx2"), "aarch64": ("neon-bf16", "neon-dot", "neon")}
 """Names of the targets of compiled layers that each architecture has beside `generic`."""
 
@@ -60,7 +58,8 @@ VARIABLES: Mapping[str, Variable] = {
         _choice(
             "INFLIGHT_ACCESS_LOG",
             "`0`: write no [access lines](operating.md#the-log); `--no-access-log` sets it",
-            *("0", "1"),
+            "0",
+            "1",
         ),
         Variable(
             "INFLIGHT_API_KEY",
@@ -99,7 +98,8 @@ VARIABLES: Mapping[str, Variable] = {
             "INFLIGHT_PROGRESS_BAR",
             "`1`: log the progress of a start every few seconds; `scripts/serve` sets it on a terminal, where it "
             "shows these lines as a bar",
-            *("0", "1"),
+            "0",
+            "1",
         ),
     )
 }

@@ -244,7 +244,7 @@ class JsonRecorder:
             )
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
+        """Close the trace's file; later records are left out. Idempotent."""
         file, self._file = self._file, None
         if file is not None:
             os.close(file)

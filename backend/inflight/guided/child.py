@@ -92,7 +92,7 @@ def read_frame(file: IO[bytes]) -> bytes | None:
 
 
 def write_frame(file: IO[bytes], message: GuideVocabulary | CompileJob | CompileAnswer) -> None:
-    """Send a message."""
+    """Write a message with its length before it, and flush."""
     body = msgspec.msgpack.encode(message)
     file.write(len(body).to_bytes(_LENGTH_BYTES, "big") + body)
     file.flush()

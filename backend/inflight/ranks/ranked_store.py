@@ -71,7 +71,7 @@ class LeadersBlockStore:
         """Do nothing: blocks are always loaded, as the ranks would measure different times."""
 
     def close(self) -> None:
-        """Close rank 0's own store."""
+        """Close the store of rank 0's part of the blocks."""
         self._store.close()
 
 
@@ -102,7 +102,7 @@ class FollowersBlockStore:
         """Do nothing: blocks are always loaded."""
 
     def close(self) -> None:
-        """Close this rank's store."""
+        """Close the store of this rank's part of the blocks."""
         self._store.close()
 
     def _tell(self) -> None:

@@ -13,7 +13,7 @@ COMPLETE_FINAL = 1
 
 
 class Tensor:
-    """A named array."""
+    """An input or output of a model: a name and an array, like `pb_utils.Tensor`."""
 
     def __init__(self, name: str, array: NDArray[Any]) -> None:
         if not isinstance(array, np.ndarray):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -22,11 +22,11 @@ class Tensor:
         self._array = array
 
     def name(self) -> str:
-        """The tensor's name."""
+        """Return the name of the input or output."""
         return self._name
 
     def as_numpy(self) -> NDArray[Any]:
-        """Return the tensor's array."""
+        """Return the values."""
         return self._array
 
 
@@ -41,7 +41,7 @@ class TritonError(Exception):
         self._code = code
 
     def message(self) -> str:
-        """Return the message."""
+        """Return the text of the error."""
         return self._message
 
     def code(self) -> int:
@@ -57,7 +57,7 @@ class InferenceResponse:
         self._error = error
 
     def output_tensors(self) -> list[Tensor]:
-        """Return the outputs."""
+        """Return the output tensors; [] beside an error."""
         return self._output_tensors
 
     def has_error(self) -> bool:
@@ -65,7 +65,7 @@ class InferenceResponse:
         return self._error is not None
 
     def error(self) -> TritonError | None:
-        """Return the error."""
+        """Return the error; None if the request was successful."""
         return self._error
 
     def arrays(self) -> dict[str, NDArray[Any]]:

@@ -116,9 +116,9 @@ class Writer(SchemaWriter):
         return list(dict.fromkeys(kinds))
 
     def _reference(self, node: Node, words: Mapping[str, Any]) -> dict[str, str] | bool:
-        """Return the translated reference.
+        """Translate `$ref` or one of its dynamic forms to a reference to a definition of the written schema.
 
-        If its target is a boolean, return it; if there is no reference, True.
+        Returns a boolean instead if the target is one; True if there is no reference.
         """
         found = [keyword for keyword in ("$ref", "$dynamicRef", "$recursiveRef") if keyword in words]
         if not found:

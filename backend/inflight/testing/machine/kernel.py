@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -24,15 +25,15 @@ Program = Callable[["ProcessEntry"], int]
 """The main thread of a process; returns the exit status."""
 
 
-class Watched:
+class Watched(ABC):
     """Something that `select` and `poll` wait for."""
 
     def __init__(self) -> None:
         self._watchers: list[Waiters] = []
 
+    @abstractmethod
     def is_ready(self) -> bool:
         """Whether a wait for it returns at once."""
-        raise NotImplementedError
 
     def watch(self, waiters: Waiters, is_watched: bool) -> None:
         """Begin or cease to wake these waiters when it becomes ready."""
@@ -81,7 +82,7 @@ class PipeEnd:
         return PipeEnd(self.pipe, self.is_writer)
 
     def close(self) -> None:
-        """Close the descriptor."""
+        """Close this descriptor; the pipe's other end sees the end of file after the last one."""
         self._count(-1)
 
     def _count(self, change: int) -> None:
@@ -105,7 +106,7 @@ class PidDescriptor(Watched):
         return self.task.status is not None
 
     def close(self) -> None:
-        """Close the descriptor."""
+        """Close the descriptor, so that the end of the process wakes nobody through it."""
         self.task.pid_descriptors.remove(self)
 
 
@@ -151,12 +152,12 @@ class ProcessEntry:
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """The process id."""
         return self.process.pid
 
     @property
     def state(self) -> str:
-        """Its state in /proc."""
+        """The letter of the process's state in /proc."""
         if self.status is not None:
             return "Z"
         return "T" if self.process.is_stopped else "S"
@@ -210,7 +211,7 @@ class Kernel:
         program: Program | None = None,
         parent: ProcessEntry | None = None,
     ) -> ProcessEntry:
-        """Start a process.
+        """Start a process, whose program runs on a fiber of its own.
 
         Args:
             arguments: Its command line.

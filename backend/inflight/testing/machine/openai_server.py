@@ -91,7 +91,7 @@ class _HttpFrontEnd:
 
     @property
     def state(self) -> Any:
-        """The application's state."""
+        """The `state` of the FastAPI application, with contexts and limits of bodies."""
         assert self.server is not None
         return cast(Any, self.server.config.app).state
 

@@ -38,7 +38,7 @@ class TritonStart(Enum):
 
 @dataclass(eq=False)
 class Triton:
-    """A tritonserver.
+    """The stand-in for a tritonserver, with its models and their stubs.
 
     Attributes:
         task: Its process.
