@@ -79,9 +79,13 @@ class Mutation:
         finally:
             for heir, bases in heirs:
                 heir.__bases__ = bases
-            for each, names in before.items():
-                vars(each).clear()
+            for (
+                each,
+                names,
+            ) in before.items():  # no name is ever missing, as real servers' threads may look it up
                 vars(each).update(names)
+                for name in vars(each).keys() - names.keys():
+                    del vars(each)[name]
 
     def is_revealed_by(self, run: Callable[[int], object]) -> bool:
         """Return whether a simulation fails with the mistake, for one of NUM_SEEDS seeds."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import threading
 from collections import Counter
+from types import ModuleType
 
 import pytest
 
-from inflight.testing.machine import supervised_server
+from inflight.processes import ProcessId, stat_fields
+from inflight.testing.machine import orchestrated_ranks, supervised_server
 from tests.tiers import examples, with_all
 
 from .mutations import NUM_SEEDS, Mutation
@@ -34,3 +39,32 @@ def test_a_seed_always_does_the_same(seed: int) -> None:
 )
 def test_a_planted_mistake_is_revealed(mutation: Mutation) -> None:
     assert mutation.is_revealed_by(supervised_server.run), f"{NUM_SEEDS} seeds and nothing noticed"
+
+
+@pytest.mark.parametrize("machine", [supervised_server, orchestrated_ranks], ids=lambda each: each.__name__)
+def test_a_thread_beside_the_machine_keeps_the_real_kernel(machine: ModuleType) -> None:
+    """Servers that other tests started are watched by threads of this process."""
+    wrong: list[object] = []
+    over = threading.Event()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    running = ProcessId.of(child.pid)
+    assert running is not None
+
+    def watch() -> None:
+        try:
+            while not over.is_set():
+                if running.wait(0.001) or stat_fields(child.pid) is None:
+                    wrong.append("ended")
+        except Exception as error:
+            wrong.append(error)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        for seed in range(5):
+            machine.run(seed)
+    finally:
+        over.set()
+        watching.join()
+        child.communicate(b"\n")
+    assert not wrong

@@ -7,7 +7,9 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from .kernel import Handler, Kernel, PidDescriptor, Pipe, PipeEnd, ProcessEntry
@@ -305,20 +307,28 @@ class Popen:
 
 
 class ProcFolder:
-    """The folder /proc, with the methods of `pathlib.Path` that the package uses."""
+    """The folder /proc, with the methods of `pathlib.Path` that the package uses.
+
+    Like a simulated module, it is the real one in threads that have not made it.
+    """
 
     def __init__(self, kernel: Kernel, *place: str) -> None:
         self._kernel = kernel
         self._place = place
+        self._owner = threading.get_ident()
 
     @property
     def name(self) -> str:
         return self._place[-1]
 
-    def __truediv__(self, name: str) -> ProcFolder:
+    def __truediv__(self, name: str) -> ProcFolder | Path:
+        if threading.get_ident() != self._owner:
+            return Path("/proc", *self._place, name)
         return ProcFolder(self._kernel, *self._place, name)
 
-    def glob(self, pattern: str) -> list[ProcFolder]:
+    def glob(self, pattern: str) -> list[ProcFolder] | list[Path]:
+        if threading.get_ident() != self._owner:
+            return list(Path("/proc", *self._place).glob(pattern))
         assert pattern == "[0-9]*" and not self._place
         return [ProcFolder(self._kernel, str(pid)) for pid in self._kernel.tasks]
 

@@ -45,7 +45,7 @@ from .kernel_modules import PipeFile, ProcFolder
 from .run import MOST_FAULTS, RunReport, SimulatedRun
 from .scheduler import Machine
 from .sockets import Network
-from .threads import Lock
+from .threads import Lock, SimulatedModule
 
 _PATH = "/run/engine.sock"
 _LONGEST_S = 3000.0
@@ -123,7 +123,7 @@ class OrchestratedRanks(SimulatedRun):
                     (processes, "PROC", ProcFolder(self.kernel)),
                     (orchestrator, "_SHARED_MEMORY", str(self._folder)),
                     (orchestrator, "find_mpirun", lambda: "mpirun"),
-                    (orchestrator.tempfile, "mkdtemp", self._make_folder),
+                    (orchestrator, "tempfile", SimulatedModule(tempfile, {"mkdtemp": self._make_folder})),
                 ):
                     stack.enter_context(patch.object(owner, name, value))
                 self._server = self.kernel.start(["tritonserver"], {}, program=self._be_server)

@@ -14,12 +14,26 @@ from .scheduler import Fiber, Machine, Waiters
 _T = TypeVar("_T")
 
 
-class SimulatedModule:
-    """A module in which some names are simulated, and all others are the real module's."""
+class SimulatedModule(threading.local):
+    """A module in which some names are simulated, and all others are the real module's.
+
+    Names are simulated only for the thread that makes it, on which the machine runs. Other threads of the test
+    process, for example those that watch a real server, use the real module.
+    """
+
+    __slots__ = ("_owner",)  # slots are the same for all threads
+
+    def __new__(cls, real: object, simulated: Mapping[str, object]) -> SimulatedModule:
+        base: Any = super()  # whose stub has no arguments
+        made: SimulatedModule = base.__new__(cls, real, simulated)
+        made._owner = threading.get_ident()
+        return made
 
     def __init__(self, real: object, simulated: Mapping[str, object]) -> None:
-        self.__dict__.update(simulated)
+        """Called once in each thread that uses the module."""
         self._real = real
+        if threading.get_ident() == self._owner:
+            self.__dict__.update(simulated)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
