@@ -463,12 +463,22 @@ def test_blocks_are_computed_while_that_is_faster_and_loading_is_tried_again():
     assert all(pays.ask() for _ in range(30))
 
 
-def test_iterations_with_little_context_do_not_count():
+@pytest.mark.parametrize(("seconds", "is_loaded"), [(0.1, True), (0.01, False)])
+def test_a_few_computed_tokens_can_only_show_that_computing_is_faster(seconds: float, is_loaded: bool):
+    """As after a restart, when all prompts are found in files but for their ends."""
     pays = LoadingPays(tokens_per_block=10)
-    pays.loaded(100, 1e6)
+    pays.loaded(100, 10.0)  # 100 ms a block
+    pays.computed(5, seconds)
+    assert pays.ask() == is_loaded
+
+
+def test_iterations_with_few_tokens_do_not_count_beside_those_with_many():
+    pays = LoadingPays(tokens_per_block=10)
+    pays.loaded(100, 10.0)  # 100 ms a block
+    pays.computed(1000, 5.0)  # 50 ms
     for _ in range(100):
-        pays.computed(5, 1e-9)
-    assert pays.ask()
+        pays.computed(5, 1.0)
+    assert not pays.ask()
 
 
 def test_a_load_that_does_not_pay_ends_at_once(make, tmp_path):

@@ -66,18 +66,21 @@ class LoadingPays:
 
     Until enough is measured, blocks are loaded: the first loads take longer, because they touch the cache's memory
     for the first time. A load that is not made shortens the estimate a little, so that loading is tried again now
-    and then.
+    and then. After a restart perhaps only the few tokens after loaded blocks are computed. A token of few takes
+    longer than a token of many, so if loading takes even longer than that, computing is faster.
     """
 
     def __init__(self, tokens_per_block: int) -> None:
         self._tokens_per_block = tokens_per_block
-        self._computing = _Average()  # of a token
+        self._computing = _Average()  # of a token, in iterations with many
+        self._computing_few = _Average()
         self._loading = _Average()  # of a block
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """Take account of an iteration that computed `num_tokens` tokens of context in this time."""
-        if num_tokens >= _MIN_CONTEXT_TOKENS:
-            self._computing.add(num_tokens, seconds)
+        if num_tokens:
+            average = self._computing if num_tokens >= _MIN_CONTEXT_TOKENS else self._computing_few
+            average.add(num_tokens, seconds)
 
     def loaded(self, num_blocks: int, seconds: float) -> None:
         """Take account of a load that took this time, from the command to its end."""
@@ -85,9 +88,10 @@ class LoadingPays:
 
     def ask(self) -> bool:
         """Return whether to make a load."""
-        if self._computing.count < _MIN_CONTEXT_TOKENS or self._loading.count < _MIN_BLOCKS:
+        computing = self._computing if self._computing.count else self._computing_few
+        if not computing.count or self._loading.count < _MIN_BLOCKS:
             return True
-        if self._loading.seconds <= self._computing.seconds * self._tokens_per_block:
+        if self._loading.seconds <= computing.seconds * self._tokens_per_block:
             return True
         self._loading.shorten()
         return False
