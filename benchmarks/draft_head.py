@@ -1,21 +1,22 @@
-"""Measure how often an EAGLE-3 head guesses right, and what drafting with it gains or costs.
+"""Measure how often an EAGLE-3 head, or a checkpoint's own head, guesses right, and what drafting gains or costs.
 
 Runs in this process, without a server: for each number of streams, equally many requests at once through scheduler
-and engine, without drafts, with drafts by the head, and with drafts by a wrong head, whose output projection is
-negated. The last one shows what useless drafts cost. The generated tokens are compared; in float32, a difference
-is an error. `scripts/train_draft_head` trains a head for the demo model.
+and engine, without drafts, with drafts by the head, and with drafts by a wrong EAGLE-3 head, whose output
+projection is negated. The last one shows what useless drafts cost. The generated tokens are compared; in float32,
+a difference is an error. `scripts/train_draft_head` trains a head for the demo model. Without --draft-model, the
+checkpoint's own head drafts (MTP); one with random weights is never right.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def run(engine: ModelEngine, requests: Sequence[Request], speculation: Speculati
     return StreamsRun(tuple(found[request.request_id] for request in requests), num_iterations, seconds)
 
 
-@contextmanager
+@contextlib.contextmanager
 def wrong_head(folder: str) -> Iterator[str]:
     """Write a head with a negated output projection, which guesses the unlikeliest tokens; remove it again."""
     with tempfile.TemporaryDirectory(prefix="inflight-wrong-head-") as target:
@@ -78,11 +79,10 @@ def wrong_head(folder: str) -> Iterator[str]:
 
 
 def measure(
-    engines: dict[str, ModelEngine], requests: Sequence[Request], num_draft: int, rounds: int
+    engines: dict[str, ModelEngine], requests: Sequence[Request], drafts: Speculation, rounds: int
 ) -> list[dict]:
     """Return a row for each engine with medians over `rounds`; the engines take turns."""
-    eagle = Speculation(Speculation.EAGLE3, num_draft)
-    modes = {name: eagle if name.endswith("head") else None for name in engines}
+    modes = {name: drafts if name.endswith("head") else None for name in engines}
     runs = {name: list[StreamsRun]() for name in engines}
     for name, engine in engines.items():
         run(engine, requests, modes[name])  # warms up
@@ -114,7 +114,9 @@ def measure(
 
 def _read_arguments() -> argparse.Namespace:
     parser = new_parser("draft_head", __doc__)
-    parser.add_argument("--draft-model", required=True, metavar="DIR", help="folder of the EAGLE-3 head")
+    parser.add_argument(
+        "--draft-model", metavar="DIR", help="folder of the EAGLE-3 head; default: the checkpoint's own"
+    )
     parser.add_argument("--model", default=str(_DEMO_MODEL), help="checkpoint folder with a tokenizer")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default=None)
@@ -134,7 +136,7 @@ def _read_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = _read_arguments()
 
-    def load(head: str | None) -> ModelEngine:
+    def load(head: str | None = None, has_own: bool = False) -> ModelEngine:
         engine = load_engine(
             EngineConfig(
                 arguments.model,
@@ -145,22 +147,24 @@ def main() -> None:
                 engine_threads=arguments.threads,
                 kernels=arguments.kernels,
                 draft_head_dir=head,
+                has_draft_head=has_own,
             )
         )
         if arguments.ignore_cost:
             engine.limits = replace(engine.limits, guess_cost=0.0)
         return engine
 
-    read_config_file(arguments.draft_model)  # raises ConfigError without a head
+    has_own = arguments.draft_model is None
+    if not has_own:
+        read_config_file(arguments.draft_model)  # raises ConfigError without a head
+    drafts = Speculation(Speculation.MTP if has_own else Speculation.EAGLE3, arguments.draft)
     tokenizer = Tokenizer.from_dir(arguments.model)
     output = OutputOptions(return_perf_metrics=True, exclude_input_from_output=True)
     rows = []
-    with wrong_head(arguments.draft_model) as wrong:
-        engines = {
-            "plain": load(None),
-            "head": load(arguments.draft_model),
-            "wrong head": load(wrong),
-        }
+    with contextlib.ExitStack() as stack:
+        engines = {"plain": load(), "head": load(arguments.draft_model, has_own)}
+        if not has_own:
+            engines["wrong head"] = load(stack.enter_context(wrong_head(arguments.draft_model)))
         for count in arguments.streams:
             prompts = [PROMPTS[number % len(PROMPTS)] for number in range(count)]
             requests = [
@@ -175,7 +179,7 @@ def main() -> None:
                 )
                 for number, prompt in enumerate(prompts)
             ]
-            for row in measure(engines, requests, arguments.draft, arguments.rounds):
+            for row in measure(engines, requests, drafts, arguments.rounds):
                 rows.append(row)
                 print(row)
     print(json.dumps({"bench": "draft_head", "dtype": arguments.dtype, "rows": rows}))

@@ -5,9 +5,12 @@ Runs the engine and its loop in this process, without a server, and prints
 - a restart: the first token of one prompt, computed, found in files by a new engine, and found in the cache;
 - conversations that take turns, more than the cache has room for: the first token of each turn after the first
   one, and the share of the prompts' tokens that were not computed, without files, with files, and with a cache for
-  all.
+  all;
+- with --disk-mb-s: prompts after a restart whose files are read at these rates, which shows where computing is
+  chosen instead.
 
-Files are in this machine's page cache, unless it has too little memory: the figures are not those of a disk.
+Files are in this machine's page cache, unless it has too little memory. Slower disks are imitated by a pause after
+each file that is read.
 """
 
 from __future__ import annotations
@@ -22,10 +25,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.long_context import random_tokens
 from benchmarks.measuring.options import new_parser
 from inflight.arguments import positive
+from inflight.block_store.files import BlockFiles
 from inflight.build import RunningEngine, start_engine
 from inflight.config import Parameters
 from inflight.core.request.request import OutputOptions, Request
@@ -33,6 +41,7 @@ from inflight.core.request.response import Response
 from inflight.testing.make_model import make_model
 
 _TIMEOUT_S = 600.0
+_DISK_PROMPTS = 12
 
 
 @dataclass
@@ -150,6 +159,46 @@ def conversations(
         }
 
 
+@contextmanager
+def slow_disk(bytes_per_s: float) -> Iterator[None]:
+    """Let files of blocks be read at this rate in this context."""
+    read_fast = BlockFiles.read
+
+    def read(self: BlockFiles, key: bytes, content: NDArray[np.uint8]) -> bool:
+        end = time.perf_counter() + content.nbytes / bytes_per_s
+        is_read = read_fast(self, key, content)
+        time.sleep(max(0.0, end - time.perf_counter()))
+        return is_read
+
+    with patch.object(BlockFiles, "read", read):
+        yield
+
+
+def disks(options: argparse.Namespace, model: str) -> Iterator[dict[str, float]]:
+    """Yield seconds to the first token of prompts whose blocks are in files, for each rate.
+
+    `first_s` is of the first prompt, and `later_s` the median of the others. `reused` is the share of the others'
+    tokens that were read.
+    """
+    room = (_DISK_PROMPTS + 1) * options.prompt
+    for rate in options.disk_mb_s:
+        with tempfile.TemporaryDirectory(prefix="inflight-bench-") as folder:
+            for bytes_per_s in (float("inf"), rate * 1e6):
+                with slow_disk(bytes_per_s), engine(options, model, folder, room) as asker:
+                    vocab_size = asker.engine.client.describe().limits.vocab_size
+                    for number in range(_DISK_PROMPTS):
+                        if number == 1:
+                            asker.num_tokens = asker.num_reused = 0
+                        asker.ask(random_tokens(number, options.prompt, vocab_size), 2)
+            first_s, *later_s = asker.first_tokens_s
+            yield {
+                "disk_mb_s": rate,
+                "first_s": first_s,
+                "later_s": statistics.median(later_s),
+                "reused": asker.num_reused / asker.num_tokens,
+            }
+
+
 def main() -> None:
     parser = new_parser("saved_blocks", __doc__)
     parser.add_argument("--model", help="checkpoint folder; default: random weights of --shape")
@@ -167,6 +216,9 @@ def main() -> None:
     parser.add_argument("--system", type=positive, default=256, help="tokens before the first message")
     parser.add_argument("--message", type=positive, default=64, help="tokens of each message")
     parser.add_argument("--answer", type=positive, default=32, help="tokens of each answer")
+    parser.add_argument(
+        "--disk-mb-s", type=positive, nargs="+", default=[], help="rates at which files are read, in MB/s"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="inflight-bench-") as temporary:
         model = options.model or str(make_model(Path(temporary, "model"), shape=options.shape))
@@ -183,7 +235,17 @@ def main() -> None:
             first_ms, reused = turns[name]["first_token_s"] * 1e3, turns[name]["reused"]
             what = f"{options.conversations} conversations, {name:15}"
             print(f"{what}   first token {first_ms:9.1f} ms   reused {reused:.3f}", flush=True)
-    print(json.dumps({"bench": "saved_blocks", "first_token_s": first, "conversations": turns}))
+        rates = []
+        for found in disks(options, model):
+            rates.append(found)
+            first_ms, later_ms = found["first_s"] * 1e3, found["later_s"] * 1e3
+            what = f"{options.prompt} tokens in files, {found['disk_mb_s']:6.0f} MB/s"
+            print(
+                f"{what}   first prompt {first_ms:9.1f} ms   later {later_ms:9.1f} ms   read {found['reused']:.3f}"
+            )
+    print(
+        json.dumps({"bench": "saved_blocks", "first_token_s": first, "conversations": turns, "disks": rates})
+    )
 
 
 if __name__ == "__main__":

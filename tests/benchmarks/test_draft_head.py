@@ -1,4 +1,4 @@
-"""The benchmark of EAGLE-3 heads, with a head that guesses right."""
+"""The benchmark of draft heads, with heads that guess right."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import draft_head
 from inflight.testing.make_model import make_model as make_checkpoint
+from tests.models.draft_heads import make_drafting_model
 from tests.models.eagle_heads import make_right_head, weaken
 from tests.models.zoo import make_model
 
@@ -38,3 +39,18 @@ def test_a_run_prints_figures_of_right_and_of_wrong_guesses(
             assert row["accepted"] < row["drafted"] / 5
         else:
             assert row["drafted"] == 0
+
+
+def test_a_checkpoints_own_head_drafts_without_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_drafting_model(tmp_path / "model", "qwen3.5", agrees=True).folder
+    shutil.copy(make_checkpoint(tmp_path / "with-tokenizer", shape="tiny") / "tokenizer.json", folder)
+    options = f"--model {folder} --streams 1 2 --tokens 20 --rounds 1 --threads 1 --ignore-cost"
+    monkeypatch.setattr("sys.argv", ["draft_head", *options.split()])
+    draft_head.main()
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [(row["streams"], row["method"]) for row in found["rows"]] == [
+        (streams, method) for streams in (1, 2) for method in ("plain", "head")
+    ]
+    assert all((row["drafted"] > 0) == (row["method"] == "head") for row in found["rows"])

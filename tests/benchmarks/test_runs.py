@@ -23,7 +23,8 @@ RUNS = {
     "prompt_lookup": "--tokens 4 --draft 2 --rounds 1 --threads 1",
     "ranks": "--model MODEL --streams 1 --prompt 32 --tokens 2 --rounds 1 --threads 2 --setups tp=2,pp=1",
     "reuse": "--prefix 64 --suffix 2 --rounds 1 --threads 1",
-    "saved_blocks": "--shape tiny --rounds 1 --prompt 100 --conversations 3 --cached 2 --turns 2 --answer 2",
+    "saved_blocks": "--shape tiny --rounds 1 --prompt 100 --conversations 3 --cached 2 --turns 2 --answer 2 "
+    "--disk-mb-s 5",
     "sampling": "--rows 2 --vocab 64 --history 4 --repeats 1 --feature greedy",
     "serve": "--model MODEL --requests 2 --rounds 1 --threads 1",
     "snapshots": "--conversations 3 --turns 2 --concurrency 2 --snapshots 0 4",
