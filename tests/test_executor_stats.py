@@ -91,7 +91,8 @@ def test_tiers_of_the_kv_cache_have_tensorrt_llms_names():
             "primaryMaxNumBlocks": 300, "primaryFreeNumBlocks": 200, "primaryUsedNumBlocks": 100,
             "primaryEvictableNumBlocks": 50, "secondaryMaxNumBlocks": 9, "secondaryFreeNumBlocks": 3,
             "secondaryUsedNumBlocks": 6, "secondaryEvictableNumBlocks": 6, "iterAllocTotalBlocks": 10,
-            "iterAllocNewBlocks": 10, "iterReusedBlocks": 6, "iterMissedBlocks": 2, "iterCacheHitRate": 0.75,
+            "iterAllocNewBlocks": 10, "iterReusedBlocks": 6, "iterFullReusedBlocks": 6,
+            "iterPartialReusedBlocks": 0, "iterMissedBlocks": 2, "iterCacheHitRate": 0.75,
             "iterOnboardBlocks": 1, "iterOnboardBytes": 100, "iterOffloadBlocks": 2, "iterOffloadBytes": 200,
             "iterHostDroppedBlocks": 1, "iterHostDroppedBytes": 100,
         }

@@ -63,6 +63,8 @@ class KvCacheIterationStats(_WithJson):
         secondary_evictable_num_blocks: The used ones, because none is held.
         iter_alloc_total_blocks, iter_alloc_new_blocks: Free blocks that sequences took.
         iter_reused_blocks, iter_missed_blocks: Full blocks that admissions found in the cache, and did not find.
+        iter_full_reused_blocks, iter_partial_reused_blocks: All of the reused blocks, and 0: only a whole block is
+            reused.
         iter_cache_hit_rate: Found blocks / found and missed blocks.
         iter_onboard_blocks, iter_onboard_bytes: Saved blocks that were copied back into the cache, from host
             memory or files.
@@ -81,6 +83,8 @@ class KvCacheIterationStats(_WithJson):
     iter_alloc_total_blocks: int = 0
     iter_alloc_new_blocks: int = 0
     iter_reused_blocks: int = 0
+    iter_full_reused_blocks: int = 0
+    iter_partial_reused_blocks: int = 0
     iter_missed_blocks: int = 0
     iter_cache_hit_rate: float = 0.0
     iter_onboard_blocks: int = 0
@@ -338,6 +342,7 @@ def _kv_cache_iteration_stats(
         iter_alloc_total_blocks=changes.num_taken,
         iter_alloc_new_blocks=changes.num_taken,
         iter_reused_blocks=changes.num_reused,
+        iter_full_reused_blocks=changes.num_reused,
         iter_missed_blocks=changes.num_missed,
         iter_cache_hit_rate=core.hit_rate(changes.num_reused, changes.num_missed),
         iter_onboard_blocks=changes.num_onboarded,
