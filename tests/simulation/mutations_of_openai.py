@@ -101,5 +101,41 @@ MUTATIONS_OF_OPENAI = (
         "(Exception, asyncio.CancelledError)",
         "Exception",
     ),
+    Mutation(
+        "only the first text of a chat is sent",
+        "openai.chat_completions",
+        "        if delta.content:\n",
+        "        if delta.content and piece.is_first:\n",
+    ),
+    Mutation(
+        "a chat's tokens without text are lost",
+        "openai.chat_completions",
+        "        has_ids = self._body.return_token_ids and piece.token_ids",
+        "        has_ids = False",
+    ),
+    Mutation(
+        "each chunk of a chat has the role",
+        "openai.chat_completions",
+        "        if piece.is_first:\n            delta =",
+        "        if True:\n            delta =",
+    ),
+    Mutation(
+        "each chunk of a chat has the prompt's tokens",
+        "openai.chat_completions",
+        "                prompt_ids = {}  # only",
+        "                pass  # only",
+    ),
+    Mutation(
+        "a streamed chat has no usage",
+        "openai.chat_completions",
+        "        if last := self._prepared.of_last_chunk():\n            yield",
+        "        if (last := self._prepared.of_last_chunk()) and not last:\n            yield",
+    ),
+    Mutation(
+        "a chat begins with its last message",
+        "openai.chat_prompts",
+        "        body.messages,\n",
+        "        body.messages[::-1],\n",
+    ),
 )
 """The mistakes, each of which some seeds must reveal."""

@@ -20,7 +20,7 @@ def test_promises_are_kept_to_clients_of_v1() -> None:
     assert faults.keys() == {*whole_server.FAULTS, "failed iteration"}
 
 
-@pytest.mark.parametrize("seed", [1, 35])  # in 35 a front end ends while requests are in flight
+@pytest.mark.parametrize("seed", [1, 38])  # in 38 a front end ends while requests are in flight
 def test_a_seed_always_does_the_same(seed: int) -> None:
     assert openai_server.run(seed) == openai_server.run(seed)
 

@@ -18,10 +18,12 @@ import string
 import tempfile
 import warnings
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 from itertools import count
+from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -55,7 +57,8 @@ _LETTERS = string.ascii_lowercase
 _UNLOADED_S = 60.0  # until a front end has ended, beyond its time for requests in flight
 _NOTICED_NS = 4 * 10**9
 _WRITTEN_NS = 3 * 10**9  # until the access line of a request that has ended is written
-_COMPLETIONS = "/v1/completions"
+_COMPLETIONS, _CHATS = "/v1/completions", "/v1/chat/completions"
+_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 class _Ordered(dict[Any, None]):
@@ -246,7 +249,9 @@ class ServerForOpenAi(WholeServer):
         else:
             fields = self._make_fields()
             body = json.dumps(fields).encode()
-            ask = HttpAsk(name, process, "POST", _COMPLETIONS, body, fields)
+            ask = HttpAsk(
+                name, process, "POST", _CHATS if "messages" in fields else _COMPLETIONS, body, fields
+            )
         ask.habit = rng.choice([Habit.NONE] * 12 + [*STALLING, *LEAVING, Habit.LEAVES, Habit.READS_SLOWLY])
         ask.patience_s = rng.random() * rng.choice([0.01, 0.3, 3.0])
         return ask
@@ -262,9 +267,12 @@ class ServerForOpenAi(WholeServer):
             [rng.randrange(vocabulary) for _ in range(rng.randint(1, half))]
             for _ in range(rng.choice([1, 1, 2]))
         ]
+        asked: dict[str, Any] = {"prompt": prompts[0] if len(prompts) == 1 else prompts}
+        if len(prompts) == 1 and rng.random() < 0.5:
+            asked = {"messages": _make_messages(prompts[0], rng.randint(0, half))}
         fields: dict[str, Any] = {
             "model": _MODEL,
-            "prompt": prompts[0] if len(prompts) == 1 else prompts,
+            **asked,
             "max_tokens": rng.randint(1, half),
             "seed": rng.randrange(100),
             "top_k": rng.randint(1, 4),
@@ -390,12 +398,14 @@ class ServerForOpenAi(WholeServer):
             index = choice["index"]
             assert index not in reasons, "a choice goes on after its end"
             texts[index] += 1
-            parts[index] = parts.get(index, "") + choice["text"]
-            ids.setdefault(index, []).extend(choice["token_ids"])
+            parts[index] = parts.get(index, "") + _text_of(choice)
+            ids.setdefault(index, []).extend(choice.get("token_ids") or ())
             if choice["finish_reason"] is not None:
                 reasons[index] = choice["finish_reason"]
+        if "messages" in fields:
+            _check_chat(fields, chunks)
         is_whole = len(chunks) > 0 and (usage is not None or "stream_options" not in fields)
-        prompts = fields["prompt"] if isinstance(fields["prompt"][0], list) else [fields["prompt"]]
+        prompts = _prompts_of(fields)
         tickets = {each.request.input_token_ids: each for each in ask.tickets}
         has_failed = usage is None and len(reasons) < len(prompts)
         for index, prompt in enumerate(prompts):
@@ -487,9 +497,40 @@ _BAD: tuple[tuple[str, bytes, int], ...] = (
 """Requests that must be refused: the path, the body and the status."""
 
 
+def _make_messages(prompt: Sequence[int], num_in_first: int) -> list[dict[str, str]]:
+    """Return a chat of one or two messages whose text is the prompt's letters, as `_TEMPLATE` joins them."""
+    text = "".join(_LETTERS[token] for token in prompt)
+    first, last = text[:num_in_first], text[num_in_first:]
+    parts = [("system", first), ("user", last)] if first and last else [("user", text)]
+    return [{"role": role, "content": content} for role, content in parts]
+
+
+def _prompts_of(fields: Mapping[str, Any]) -> list[list[int]]:
+    """Return the tokens of a request's prompts."""
+    if "messages" in fields:
+        return [[_LETTERS.index(letter) for each in fields["messages"] for letter in each["content"]]]
+    prompt = fields["prompt"]
+    return prompt if isinstance(prompt[0], list) else [prompt]
+
+
+def _check_chat(fields: Mapping[str, Any], chunks: Sequence[Any]) -> None:
+    """Check what only the first chunk of a chat has: the role, and the tokens of the prompt."""
+    found = [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk]
+    assert found == _prompts_of(fields)[: len(chunks)], f"the prompt's tokens are {found}"
+    said = [choice.get("message") or choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    assert sum("role" in each for each in said) == min(1, len(said)), f"not one role in {said}"
+
+
+def _text_of(choice: Mapping[str, Any]) -> str:
+    """Return the text of a choice: of a completion, a chat, or a chunk of them."""
+    if "text" in choice:
+        return choice["text"]
+    return choice["message" if "message" in choice else "delta"].get("content") or ""
+
+
 @cache
 def _letters_folder() -> str:
-    """Return a folder with a tokenizer that has one token per letter."""
+    """Return a folder with a tokenizer that has one token per letter, and with a chat template."""
     vocabulary = {letter: index for index, letter in enumerate(_LETTERS)} | {"?": len(_LETTERS)}
     backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -497,6 +538,7 @@ def _letters_folder() -> str:
     folder = tempfile.TemporaryDirectory(prefix="inflight-letters-")
     atexit.register(folder.cleanup)
     backend.save(f"{folder.name}/tokenizer.json")
+    Path(folder.name, "chat_template.jinja").write_text(_TEMPLATE, encoding="utf-8")
     return folder.name
 
 
