@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from .upstream_clients.multimodal_client import run
 CASE = "qwen3-vl"
 ALONE = "<|vision_start|><|image_pad|><|vision_end|>"
 NUM_TOKENS = 8
+PATIENCE_S = 120.0
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "pictures.md"
 TEMPLATE = (
@@ -125,6 +127,16 @@ def vision(tmp_path_factory: pytest.TempPathFactory, elsewhere: Path) -> Iterato
     with serve(folder / "repository", folder / "checkpoint", "float32", settings, options=options) as server:
         tokenizer = Tokenizer.from_dir(str(folder / "checkpoint"))
         yield VisionServer(server, whole, processor, tokenizer, folder / "checkpoint")
+
+
+def pictures_process(vision: VisionServer) -> int:
+    """Return the number of the process that encodes pictures."""
+    (pid,) = [
+        process.pid
+        for process in find_processes(vision.server.repository.path.parent)
+        if b"inflight.pictures" in Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
+    ]
+    return pid
 
 
 @pytest.mark.covers("image_url", "image_url_input", "image_bytes_input", "image_sizes_input")
@@ -227,11 +239,7 @@ def test_what_preprocessing_returns_is_a_prompt_of_the_engine(vision: VisionServ
 def test_preprocessing_answers_texts_while_a_picture_is_encoded(vision: VisionServer) -> None:
     files = picture(20, 20, seed=5), picture(20, 20, seed=6)
     answers: Queue[Any] = Queue()
-    (pid,) = [
-        process.pid
-        for process in find_processes(vision.server.repository.path.parent)
-        if b"inflight.pictures" in Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
-    ]
+    pid = pictures_process(vision)
     with grpc.InferenceServerClient(vision.server.grpc) as client:
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -249,6 +257,27 @@ def test_preprocessing_answers_texts_while_a_picture_is_encoded(vision: VisionSe
         for _ in files:
             result, error = answers.get(timeout=60)
             assert error is None and result.as_numpy("OUT_PROMPT_VOCAB_SIZE").item() > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda each: each.name)
+def test_pictures_are_encoded_again_after_their_process_is_lost(vision: VisionServer, number: int) -> None:
+    """A client that sends a failed request again is answered; requests without pictures notice nothing."""
+    text, file = f"What is {ALONE}?", picture(24, 16, seed=number)
+    expected = vision.tokenizer.decode(vision.expected(text, file))
+    os.kill(pictures_process(vision), number)
+    begun_s = time.monotonic()
+    assert vision.ask("What is it?").error is None
+    errors: list[str] = []
+    while (answer := vision.ask(text, image_url=urls(file))).error is not None:
+        errors.append(str(answer.error))
+        assert time.monotonic() < begun_s + PATIENCE_S, errors[-1]
+        time.sleep(0.2)
+    assert answer.text == expected
+    assert all("image_url cannot be encoded now; a later attempt may succeed" in each for each in errors), (
+        errors
+    )
+    print(f"{len(errors)} errors {set(errors)}, {time.monotonic() - begun_s:.1f} s")
 
 
 def test_the_metrics_pages_count_pictures(vision: VisionServer) -> None:
