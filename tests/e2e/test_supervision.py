@@ -239,3 +239,29 @@ def test_a_server_with_ranks_is_restarted_with_new_ranks(elsewhere, mode, victim
         assert after == before
         serving.process.terminate()
         assert serving.process.wait(60) == 0
+
+
+@pytest.mark.exhaustive
+def test_a_stopped_mpirun_of_leader_mode_disturbs_no_request_and_no_end(elsewhere: Path) -> None:
+    arguments = [
+        "--tp",
+        "2",
+        "--mode",
+        "leader",
+        "--dtype",
+        "float32",
+        "--set=max_tokens_in_paged_kv_cache=8192",
+    ]
+    with command(REPOSITORY, *arguments) as serving:
+        ready, folder = serving.ready_line(), serving.folder()
+        before = unary(ready["grpc"], input_ids=PROMPT, request_output_len=8).as_numpy("output_ids").tolist()
+        old = runtime_directory.find_processes(folder)
+        (mpirun,) = (each.pid for each in old if words_of(each.pid, "cmdline")[0].endswith(b"/prterun"))
+        os.kill(mpirun, signal.SIGSTOP)
+        for _ in range(3):
+            answer = unary(ready["grpc"], input_ids=PROMPT, request_output_len=8)
+            assert answer.as_numpy("output_ids").tolist() == before
+        serving.process.terminate()
+        assert serving.process.wait(60) == 0
+        assert not any(process in runtime_directory.find_processes(folder) for process in old)
+        assert not folder.exists() and not runtime_directory.shared_memory_files(folder)
