@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -169,13 +169,19 @@ def _load_checked(
 
     ConfigError is raised on all ranks.
     """
-    if faults := environment.faults(os.environ):
-        raise ConfigError("; ".join(faults))
+    with _step_of_all(rank_context):
+        if faults := environment.faults(os.environ):
+            raise ConfigError("; ".join(faults))
     model = load(parameters, version_dir, rank_context)
     parameters.validate_end_ids(model.engine.limits.vocab_size)
     if rank_context is not None:
         rank_context.has_loaded()
     return model
+
+
+def _step_of_all(rank_context: RankContext | None) -> AbstractContextManager[None]:
+    """Return a step of loading: if it fails on one rank, ConfigError is raised on all of them."""
+    return nullcontext() if rank_context is None else rank_context.agreement.step()
 
 
 # ---------------------------------------------------------------------- rank 0, which serves clients
@@ -259,20 +265,21 @@ def start_engine(
     with ExitStack() as undo:
         if store is not None:
             undo.callback(store.close)
-        scheduler = Scheduler(with_kv_events(parameters), limits)
-        instruments = make_instruments(parameters, limits, return_metrics, on_hang)
-        adapters = make_adapters(parameters, model, notify)
-        receipts = make_receipts(parameters, model, notify)
-        client = _local_client(
-            parameters,
-            model,
-            lambda: manager,
-            adapters,
-            receipts,
-            None if rank_context else lambda same: _load_checked(load, same, version_dir, None),
-            own_store.use_memory if own_store else lambda _: None,
-        )
-        guides = make_guide_compiler(parameters, model, notify)
+        with _step_of_all(rank_context):
+            scheduler = Scheduler(with_kv_events(parameters), limits)
+            instruments = make_instruments(parameters, limits, return_metrics, on_hang)
+            adapters = make_adapters(parameters, model, notify)
+            receipts = make_receipts(parameters, model, notify)
+            client = _local_client(
+                parameters,
+                model,
+                lambda: manager,
+                adapters,
+                receipts,
+                None if rank_context else lambda same: _load_checked(load, same, version_dir, None),
+                own_store.use_memory if own_store else lambda _: None,
+            )
+            guides = make_guide_compiler(parameters, model, notify)
         manager = GptManager(
             model.engine,
             scheduler,
@@ -425,14 +432,20 @@ def start_following(
     parameters = with_saved_blocks(parameters, model)
     store = share_block_store(parameters, model, lambda: None, rank_context)
     deaths: list[InflightError] = []
-    manager = GptManager(
-        model.engine,
-        Scheduler(parameters.scheduler, model.engine.limits),
-        lambda max_num: (),
-        lambda response: None,
-        on_death=deaths.append,
-        instruments=Instruments(watchdog=make_watchdog(parameters, on_hang=None)),  # rank 0 detects the hang
-        ranks=rank_context.ranks,
-        block_store=store,
-    )
+    with ExitStack() as undo:
+        if store is not None:
+            undo.callback(store.close)
+        with _step_of_all(rank_context):  # rank 0 makes its parts that this rank does not have
+            pass
+        manager = GptManager(
+            model.engine,
+            Scheduler(parameters.scheduler, model.engine.limits),
+            lambda max_num: (),
+            lambda response: None,
+            on_death=deaths.append,
+            instruments=Instruments(watchdog=make_watchdog(parameters, None)),  # rank 0 detects the hang
+            ranks=rank_context.ranks,
+            block_store=store,
+        )
+        undo.pop_all()
     return FollowingRank(manager, _release_once(model, rank_context), deaths)

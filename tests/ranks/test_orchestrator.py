@@ -211,6 +211,15 @@ def test_a_failed_load_has_a_reason_and_leaves_no_processes(stage: Stage, monkey
     assert guard.launcher is not None and guard.launcher.wait(0) and not Path(guard.folder).exists()
 
 
+def test_a_fault_that_only_rank_0_finds_has_a_reason(stage: Stage, tmp_path: Path):
+    """Rank 0 reads the key after all ranks have loaded the model, and would else wait for them when it leaves."""
+    guard, key = Guard(), tmp_path / "receipts.key"
+    key.touch()
+    with pytest.raises(ConfigError, match="the key file of receipts is empty"):
+        stage.make(guard, receipt_key_file=str(key))
+    assert guard.launcher is not None and guard.launcher.wait(0) and not Path(guard.folder).exists()
+
+
 def test_arguments_that_mpirun_does_not_know_are_an_error_of_the_load(stage: Stage):
     with pytest.raises(ConfigError, match="the ranks ended before the engine could be used"):
         stage.make(Guard(), mpirun_arguments="--no-such-option")

@@ -50,19 +50,21 @@ class _Broadcasts:
 
 
 class _StepsOfAll:
-    """The part of `ranks.rank_context.Agreement` that the store of saved blocks uses: no rank fails."""
+    """The part of `ranks.rank_context.Agreement` that the start of an engine uses, for one rank: no rank fails."""
 
     def __init__(self, broadcasts: _Broadcasts) -> None:
         self._broadcasts = broadcasts
+        self._num_steps = 0
 
     @contextmanager
     def step(self) -> Generator[None]:
         """Run a step, and wait until all ranks have."""
         shared = self._broadcasts
         yield
+        self._num_steps += 1
         shared.num_agreed += 1
         shared.changed.wake()
-        while shared.num_agreed < shared.size:
+        while shared.num_agreed < shared.size * self._num_steps:
             shared.changed.wait()
 
 
