@@ -131,6 +131,11 @@ def test_signatures(run: Verify, receipt: Receipt, tmp_path: Path) -> None:
             "the beam search was stopped, and its beams may change until its end",
         ),
         ({"request": request_form(make_request(()))}, [], "input_ids"),
+        (
+            {"engine": msgspec.structs.replace(make_receipt().engine, parameters={"record_path": "records"})},
+            [],
+            "engine.parameters has record_path, which this version does not write there",
+        ),
         ({}, ["--set", "dtype=int3"], "config.pbtxt of the receipt:"),
     ],
 )

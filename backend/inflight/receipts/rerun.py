@@ -21,7 +21,7 @@ from inflight.parameter_reader import read_parameters
 from inflight.parameter_spec import Role
 from inflight.prompt import Prompt, ReplyOptions, engine_streams
 from inflight.receipts.document import Receipt, parse, to_request
-from inflight.receipts.engine_part import model_folders
+from inflight.receipts.engine_part import PARAMETERS, model_folders
 from inflight.receipts.model_files import ModelFiles
 from inflight.serving.reply import Reply, new_text
 from inflight.text.tokenizer import Tokenizer
@@ -143,6 +143,9 @@ def _find_model(receipt: Receipt, sources: Sources) -> str:
 
 
 def _parameters(receipt: Receipt, request: Request, model: str, settings: Mapping[str, str]) -> Parameters:
+    others = receipt.engine.parameters.keys() - PARAMETERS
+    if others:  # a receipt may come from anyone, and other parameters write files or connect to hosts
+        raise InvalidArgument(f"engine.parameters has {min(others)}, which this version does not write there")
     given = {key: text for key, text in receipt.engine.parameters.items() if key not in _RANKS}
     # A prompt of any length is accepted, and all sequences of the request run at a time.
     given |= {"gpt_model_path": model, "enable_chunked_context": "true", **settings}
