@@ -48,6 +48,13 @@ def why_not_writable(folder: Path) -> str | None:
     return None
 
 
+def folder_name(text: str) -> Path:
+    """Parse the path of a folder: not "", which would be the current one. A type of options."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected the name of a folder, got ''; . is the current folder")
+    return Path(text)
+
+
 def output_folder(text: str) -> Path:
     """Parse the path of a folder to write, which need not exist yet. A type of options."""
     folder = Path(text)

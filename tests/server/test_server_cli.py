@@ -46,6 +46,13 @@ def test_the_method_of_drafting_is_checked_and_passed_on(capsys: pytest.CaptureF
     assert "speculative_decoding_mode prompt-lookup:K or suffix:K drafts without a draft model" in said
 
 
+@pytest.mark.parametrize("flag", ["--kv-cache-dir", "--batch-dir"])
+def test_an_empty_name_is_not_the_current_folder(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.parse([flag, ""])
+    assert f"argument {flag}: expected the name of a folder, got ''" in capsys.readouterr().err
+
+
 def test_a_draft_model_implies_eagle3() -> None:
     wanted = cli.parse(["--draft-model", "heads/a"]).wanted
     assert (wanted.draft_model, wanted.speculate) == (Path("heads/a"), "eagle3")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from inflight.arguments import output_file
+from inflight.arguments import folder_name, output_file
 from inflight.openai.batches import CONCURRENCY
 from inflight.pictures import options as picture_options
 from inflight.pooling import CONVERSIONS
@@ -350,7 +350,7 @@ def _file(text: str) -> Path:
 
 def _folder(text: str) -> Path:
     """Return a folder that this process can write to, which is made if it is missing."""
-    path = Path(text).expanduser()
+    path = folder_name(text).expanduser()
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except FileExistsError:

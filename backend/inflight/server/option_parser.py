@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from inflight.arguments import Parser, port, positive, program_name, seconds, whole
+from inflight.arguments import Parser, folder_name, port, positive, program_name, seconds, whole
 from inflight.log_lines import FORMATS
 from inflight.openai.options import add_arguments
 from inflight.parameter_spec import KV_EVENTS, SPECULATION, URL
@@ -91,7 +91,7 @@ def _add_kv_cache_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--kv-cache-dir",
         metavar="DIR",
-        type=Path,
+        type=folder_name,
         help="save KV blocks in this folder, where prompts with the same beginning find them again, also after a "
         "restart",
     )
