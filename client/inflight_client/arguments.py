@@ -61,6 +61,8 @@ class Parser(argparse.ArgumentParser):
         choices = list(map(str, action.choices))
         near = difflib.get_close_matches(str(value), choices, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
+        if action.nargs == argparse.PARSER and self._given[0].startswith("-"):
+            hint = f"options come after the command, but {self._given[0]} is before it; "
         raise argparse.ArgumentError(action, f"got {str(value)!r}; {hint}choose from {', '.join(choices)}")
 
     def error(self, message: str) -> NoReturn:

@@ -238,6 +238,10 @@ def test_a_closed_pipe_ends_the_command(server: FakeServer) -> None:
         (["--versoin"], "unrecognized arguments: --versoin (did you mean --version?)"),
         (["generat", "x"], "got 'generat'; did you mean generate? choose from generate, state, chat,"),
         (
+            ["--max-token", "5", "def f("],
+            "got '5'; options come after the command, but --max-token is before it",
+        ),
+        (
             ["generate"],
             "one of the arguments prompt --ids is required, as in: python -m inflight_client generate "
             "'The capital of France is'",
