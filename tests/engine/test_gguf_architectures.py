@@ -155,7 +155,9 @@ def test_experts_in_mxfp4_stay_in_4_bits(tmp_path: Path) -> None:
     folder = find_checkpoint(str(model.folder))
     assert MatrixKind.FLOAT4 in quantized_kinds(read_model_description(folder))
     exact, given = (
-        torch.stack(alone(load_engine(folder, **settings), model.prompt(20), 2).logits)
+        alone(load_engine(folder, **settings), model.prompt(20), 1).logits[
+            0
+        ]  # later ones depend on the first token
         for settings in ({"dtype": "float32", "kernels": "torch"}, {})
     )
     assert (given.float() - exact).std() / exact.std() < 0.15, "only activations and products are rounded"
