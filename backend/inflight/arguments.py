@@ -57,7 +57,7 @@ def folder_name(text: str) -> Path:
 
 def output_folder(text: str) -> Path:
     """Parse the path of a folder to write, which need not exist yet. A type of options."""
-    folder = Path(text)
+    folder = folder_name(text)
     if reason := why_not_writable(folder):
         raise argparse.ArgumentTypeError(f"expected a folder that can be written, got {text!r}: {reason}")
     return folder

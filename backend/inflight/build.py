@@ -435,7 +435,7 @@ def start_following(
     with ExitStack() as undo:
         if store is not None:
             undo.callback(store.close)
-        with _step_of_all(rank_context):  # rank 0 makes its parts that this rank does not have
+        with rank_context.agreement.step():  # in which rank 0 makes the parts that only it has
             pass
         manager = GptManager(
             model.engine,

@@ -243,16 +243,8 @@ def test_a_server_with_ranks_is_restarted_with_new_ranks(elsewhere, mode, victim
 
 @pytest.mark.exhaustive
 def test_a_stopped_mpirun_of_leader_mode_disturbs_no_request_and_no_end(elsewhere: Path) -> None:
-    arguments = [
-        "--tp",
-        "2",
-        "--mode",
-        "leader",
-        "--dtype",
-        "float32",
-        "--set=max_tokens_in_paged_kv_cache=8192",
-    ]
-    with command(REPOSITORY, *arguments) as serving:
+    arguments = ["--tp", "2", "--mode", "leader", "--dtype", "float32"]
+    with command(REPOSITORY, *arguments, "--set=max_tokens_in_paged_kv_cache=8192") as serving:
         ready, folder = serving.ready_line(), serving.folder()
         before = unary(ready["grpc"], input_ids=PROMPT, request_output_len=8).as_numpy("output_ids").tolist()
         old = runtime_directory.find_processes(folder)

@@ -151,13 +151,12 @@ def test_a_file_of_llama4_without_chunks_or_experts_is_refused(tmp_path: Path) -
 
 
 def test_experts_in_mxfp4_stay_in_4_bits(tmp_path: Path) -> None:
+    """Logits after the first token are not compared: in bfloat16 this token may be another one."""
     model = convert(tmp_path / "m.gguf", "gpt-oss", "MXFP4")
     folder = find_checkpoint(str(model.folder))
     assert MatrixKind.FLOAT4 in quantized_kinds(read_model_description(folder))
     exact, given = (
-        alone(load_engine(folder, **settings), model.prompt(20), 1).logits[
-            0
-        ]  # later ones depend on the first token
+        alone(load_engine(folder, **settings), model.prompt(20), 1).logits[0]
         for settings in ({"dtype": "float32", "kernels": "torch"}, {})
     )
     assert (given.float() - exact).std() / exact.std() < 0.15, "only activations and products are rounded"

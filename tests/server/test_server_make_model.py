@@ -29,6 +29,12 @@ def test_a_file_in_the_place_of_the_folder_is_refused(
     assert f"--out: expected a folder that can be written, got '{tmp_path}/file': " in capsys.readouterr().err
 
 
+def test_an_empty_name_is_not_the_current_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--out", ""])
+    assert "--out: expected the name of a folder, got ''" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("flag", "value"), [("--seed", str(2**63)), ("--seed", "-1"), ("--std", "-0.1")])
 def test_a_number_that_no_weights_are_drawn_with_is_refused(
     tmp_path: Path, flag: str, value: str, capsys: pytest.CaptureFixture[str]

@@ -79,10 +79,8 @@ class Mutation:
         finally:
             for heir, bases in heirs:
                 heir.__bases__ = bases
-            for (
-                each,
-                names,
-            ) in before.items():  # no name is ever missing, as real servers' threads may look it up
+            # Threads of real servers use these modules meanwhile, so no name may be missing for a moment.
+            for each, names in before.items():
                 vars(each).update(names)
                 for name in vars(each).keys() - names.keys():
                     del vars(each)[name]

@@ -66,14 +66,17 @@ class LoadingPays:
 
     Until enough is measured, blocks are loaded: the first loads take longer, because they touch the cache's memory
     for the first time. A load that is not made shortens the estimate a little, so that loading is tried again now
-    and then. After a restart perhaps only the few tokens after loaded blocks are computed. A token of few takes
-    longer than a token of many, so if loading takes even longer than that, computing is faster.
+    and then.
+
+    After a restart, the only iterations may be those that compute the few tokens after a loaded prefix. They take
+    more time per token than iterations with many tokens. So until one with many is measured, they are an upper
+    bound for the time of computing: if loading takes longer than this, it is slower.
     """
 
     def __init__(self, tokens_per_block: int) -> None:
         self._tokens_per_block = tokens_per_block
-        self._computing = _Average()  # of a token, in iterations with many
-        self._computing_few = _Average()
+        self._computing = _Average()  # of a token, in iterations with many tokens of context
+        self._computing_few = _Average()  # of a token, in iterations with few
         self._loading = _Average()  # of a block
 
     def computed(self, num_tokens: int, seconds: float) -> None:

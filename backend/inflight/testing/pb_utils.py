@@ -26,7 +26,7 @@ class Tensor:
         return self._name
 
     def as_numpy(self) -> NDArray[Any]:
-        """Return the values."""
+        """Return the array that the tensor was made of, not a copy."""
         return self._array
 
 

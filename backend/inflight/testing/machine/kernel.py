@@ -152,7 +152,7 @@ class ProcessEntry:
 
     @property
     def pid(self) -> int:
-        """The process id."""
+        """The number of the process, by which signals and /proc name it."""
         return self.process.pid
 
     @property

@@ -163,7 +163,7 @@ class ServerForOpenAi(WholeServer):
             self.machine.spawn(client, lambda: self._ask_for_answers(front_end), "client")
 
     def _be_front_end(self, front_end: _HttpFrontEnd) -> None:
-        """Serve as `inflight.openai.__main__.main` does."""
+        """Run the application of `/v1` in the front end's process until it is asked to end."""
         client = front_end.client = SocketEngineClient(PATH)
         recording = RecordingClient(self.machine, client, self._note)
         options = OpenAiOptions(

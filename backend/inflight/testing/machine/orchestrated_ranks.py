@@ -59,7 +59,7 @@ _ENDED_S = 60.0
 
 
 class _CountingPublisher:
-    """Counts what is published."""
+    """A publisher of statistics that only counts its calls."""
 
     def __init__(self) -> None:
         self.num_published = self.num_started_over = 0

@@ -30,8 +30,7 @@ class SimulatedModule(threading.local):
         return made
 
     def __init__(self, real: object, simulated: Mapping[str, object]) -> None:
-        """Called once in each thread that uses the module."""
-        self._real = real
+        self._real = real  # `threading.local` calls this once in each thread that uses the module
         if threading.get_ident() == self._owner:
             self.__dict__.update(simulated)
 
