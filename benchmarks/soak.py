@@ -35,6 +35,7 @@ from benchmarks.measuring.options import duration, new_parser
 from inflight.arguments import output_file, positive
 from inflight.server import runtime_directory
 from inflight.server.launch import ServerOptions, TritonServer, serve
+from inflight.server.option_types import setting
 from inflight.server.ports import Ports
 from inflight.server.repository import default_repository
 from inflight_client import Client, Guide
@@ -335,7 +336,12 @@ def report(given: argparse.Namespace, load: Load, samples: list[Sample]) -> dict
         "requests": dict(sorted(load.ended.items())),
         "wrong": load.wrong,
         "processes": judge(samples),
-        "setup": {"rate": given.rate, "minutes": given.minutes},
+        "setup": {
+            "rate": given.rate,
+            "minutes": given.minutes,
+            "tp": given.tp or 1,
+            "set": dict(given.set),
+        },
     }
 
 
@@ -354,6 +360,7 @@ def soak(given: argparse.Namespace, folder: Path) -> tuple[Load, list[Sample]]:
         "kv_cache_dir": str(folder / "blocks"),
         "kv_cache_disk_bytes": str(256 * _MIB),
         "max_tokens_in_paged_kv_cache": "8192",
+        **dict(given.set),
     }
     samples: list[Sample] = []
     with contextlib.ExitStack() as stack:
@@ -361,7 +368,7 @@ def soak(given: argparse.Namespace, folder: Path) -> tuple[Load, list[Sample]]:
         table = output and csv.DictWriter(output, [each.name for each in fields(Sample)])
         if table:
             table.writeheader()
-        options = ServerOptions(ports=Ports(openai=0))
+        options = ServerOptions(ports=Ports(openai=0), tp=given.tp)
         server = stack.enter_context(serve(settings=settings, options=options))
         load, begun_s = Load(server, given.rate), time.monotonic()
 
@@ -388,6 +395,10 @@ def main() -> int:
         "--interval", type=duration, default=60.0, help="seconds between figures (default: %(default)g)"
     )
     parser.add_argument("--csv", type=output_file, help="file for the figures of all processes")
+    parser.add_argument("--tp", type=positive, help="ranks of tensor parallelism, as for scripts/serve")
+    parser.add_argument(
+        "--set", metavar="KEY=VALUE", type=setting, action="append", default=[], help="as for scripts/serve"
+    )
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="inflight-soak-") as folder:
         load, samples = soak(given, Path(folder))
