@@ -139,7 +139,7 @@ def _report(given: argparse.Namespace, starts: list[Start]) -> dict[str, object]
 
 
 def _start(command: list[str], environment: dict[str, str]) -> Start:
-    """Start a server, wait until READY, and end it. Raises ServeError with the log if it does not get ready."""
+    """Start a server, wait until READY, and end it. Raises ServeError with the log if it does not get READY."""
     begin = time.monotonic()
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as server:
@@ -158,7 +158,9 @@ def _start(command: list[str], environment: dict[str, str]) -> Start:
             for reader in readers:
                 reader.join()
     if log.ready_s is None:
-        raise ServeError(f"not ready at its end or after {_GIVE_UP_S:g} s:\n{''.join(log.lines)}")
+        ended = f"ended with status {server.returncode}"
+        state = f"was not READY after {_GIVE_UP_S:g} s" if log.is_late() else ended
+        raise ServeError(f"{''.join(log.lines)}the server {state}; its log is above")
     return Start(
         ready_s=log.ready_s,
         events_s=log.events_s,

@@ -162,6 +162,10 @@ class Unreachable(Unavailable):
     """An engine that cannot be reached. Its address is in the log but not in the message, which clients get."""
 
 
+class NotStarted(Unreachable):
+    """An engine that nobody has reached yet and whose socket does not exist: its model still loads."""
+
+
 class Cancelled(RequestError):
     """A request that its client cancelled, or whose client disconnected."""
 

@@ -15,7 +15,7 @@ from inflight.core.request.stop import FinishReason, StopReason, StopSignal
 from inflight.endpoint import frames
 from inflight.endpoint.client import SocketEngineClient, drain_engine
 from inflight.endpoint.server import EndpointServer
-from inflight.errors import InvalidArgument, StepFailed, Unavailable
+from inflight.errors import InvalidArgument, NotStarted, StepFailed, Unavailable
 from tests.endpoint.factories import DESCRIPTION, PATIENCE_S, Batcher, Inbox, make_request, make_result
 
 # -------------------------------------------------------------------- messages
@@ -192,7 +192,7 @@ def test_a_front_end_connects_to_an_engine_that_starts_later_or_again(batcher, p
     caplog.set_level("INFO", "inflight.endpoint")
     client = SocketEngineClient(path)
     for _ in range(2):
-        with pytest.raises(Unavailable, match="cannot be reached") as away:
+        with pytest.raises(NotStarted, match="cannot be reached") as away:
             client.submit(make_request(), Inbox())
         assert "engine.sock" not in str(away.value)  # logged once
     assert caplog.text.count(f"waiting for the engine, which will listen at {path}") == 1
@@ -206,8 +206,9 @@ def test_a_front_end_connects_to_an_engine_that_starts_later_or_again(batcher, p
         server.close()
     assert len(set(ids)) == 2 and "no engine" not in caplog.text
     for _ in range(2):
-        with pytest.raises(Unavailable, match="cannot be reached"):
+        with pytest.raises(Unavailable, match="cannot be reached") as ended:
             client.submit(make_request(), Inbox())
+        assert not isinstance(ended.value, NotStarted)
     assert caplog.text.count(f"no engine at {path}: ") == 1
     client.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import logging
@@ -24,7 +25,7 @@ from inflight.core.request.request import Request
 from inflight.endpoint.client import SocketEngineClient
 from inflight.endpoint.local import LocalEngineClient
 from inflight.endpoint.server import EndpointServer
-from inflight.errors import BadAdapter, InvalidArgument, error_from_kind
+from inflight.errors import BadAdapter, InvalidArgument, Unavailable, Unreachable, error_from_kind
 from inflight.openai.errors import ApiError, describe_error
 from inflight.openai.kserve_client import KServeEngineClient
 from inflight.openai.options import OpenAiOptions
@@ -417,6 +418,18 @@ def test_the_engines_refusal_of_a_long_prompt_has_openais_code() -> None:
         for error in (caught.value, error_from_kind(caught.value.kind, caught.value.marked)):
             status, body = describe_error(error)
             assert (status, body["error"]["code"]) == (400, "context_length_exceeded"), error
+
+
+def test_an_engine_that_has_not_started_is_not_one_that_was_lost(tmp_path: Path) -> None:
+    engine = SocketEngineClient(str(tmp_path / "engine.sock"))
+    with contextlib.closing(engine), pytest.raises(Unavailable) as caught:
+        engine.describe()
+    for error, state in (
+        (caught.value, "the model is still loading"),
+        (Unreachable("it has gone"), "the engine cannot be reached now"),
+    ):
+        status, body = describe_error(error)
+        assert (status, body["error"]["message"]) == (503, f"{state}; a later attempt may succeed")
 
 
 def test_errors_of_an_adapter_name_the_parameter_model() -> None:

@@ -52,7 +52,7 @@ from inflight.endpoint.frames import (
     read_response,
 )
 from inflight.endpoint.path import connect, peer_has_this_parent, reach, read_hello
-from inflight.errors import InvalidArgument, Unavailable, Unreachable, error_from_kind
+from inflight.errors import InvalidArgument, NotStarted, Unavailable, Unreachable, error_from_kind
 
 _log = logging.getLogger(__name__)
 _HELLO_TIMEOUT_S = 5.0
@@ -171,8 +171,8 @@ class SocketEngineClient:
         except Unreachable as error:
             if not self._was_reached and isinstance(error.__cause__, FileNotFoundError):
                 self._log_once("waiting for the engine, which will listen at %s", self._path)
-            else:
-                self._log_once("no engine at %s: %s", self._path, error)
+                raise NotStarted(*error.args) from error
+            self._log_once("no engine at %s: %s", self._path, error)
             raise
         self._is_away, self._was_reached = False, True
         return made

@@ -27,6 +27,7 @@ from inflight.errors import (
     BadAdapter,
     InflightError,
     InvalidArgument,
+    NotStarted,
     QueueFull,
     TooLong,
     Unavailable,
@@ -159,7 +160,9 @@ def describe_error(error: BaseException) -> tuple[int, dict[str, Any]]:
         return error.status, error_body(error.status, str(error), error.param, error.error_code)
     if isinstance(error, Unreachable):
         _log_once(str(error))
-        error = Unavailable("the engine cannot be reached now; a later attempt may succeed")
+        is_loading = isinstance(error, NotStarted)
+        state = "the model is still loading" if is_loading else "the engine cannot be reached now"
+        error = Unavailable(f"{state}; a later attempt may succeed")
     if isinstance(error, InflightError):
         status = 429 if isinstance(error, QueueFull) else _STATUS.get(error.code, 500)
         return status, error_body(status, str(error), None, error.code.lower())
