@@ -51,6 +51,39 @@ def test_every_command_has_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(importlib.util.find_spec(module) for module, _ in cli.COMMANDS.values())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "package"),
+    [("bench soak", "tritonclient"), ("bench profile", "matplotlib")],
+)
+def test_a_missing_package_is_named_with_its_extra(arguments: str, package: str) -> None:
+    """`None` in `sys.modules` makes an import fail as if the package were not installed."""
+    program = (
+        f"import sys; sys.modules[{package!r}] = None; "
+        f"from inflight.cli import main; sys.exit(main({arguments.split()}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"inflight bench: {package} is not installed: python -m pip install 'inflight[{cli.EXTRAS[package]}]'\n"
+    )
+
+
+def test_extras_install_the_packages_that_are_named() -> None:
+    requirements = [each for each in metadata.requires("inflight") or [] if "extra ==" in each]
+    for package, extra in cli.EXTRAS.items():
+        assert any(each.startswith(package) and f'"{extra}"' in each for each in requirements), package
+
+
+def test_a_simulation_needs_no_mpi() -> None:
+    """As in an environment with the package but without its extras."""
+    program = (
+        "import sys; sys.modules['mpi4py'] = None; from inflight.testing.machine import ranked_server; "
+        "ranked_server.run(0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_wrong_command_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["srve"]) == 2
     assert "did you mean serve?" in capsys.readouterr().err

@@ -35,7 +35,11 @@ COMMANDS = {
 _OTHER_WORDS = {"start": "serve", "run": "serve", "chat": "client chat", "generate": "client generate"}
 """The commands that words of other programs stand for."""
 
+EXTRAS = {"matplotlib": "bench", "tritonclient": "kserve"}
+"""The extra of this package that installs a package which some commands need."""
+
 _BUNDLED = Path(__file__).parent / "bundled"
+_FAILED = 1
 _WRONG_USAGE = 2
 
 
@@ -62,12 +66,23 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(command: str, rest: list[str]) -> int:
-    """Run a subcommand's program with the options `rest`; return 0, or exit with the program's status."""
+    """Run a subcommand's program with the options `rest`; return 0, or exit with the program's status.
+
+    If a package of an extra is not installed, print how to install it and return 1.
+    """
     module, _ = COMMANDS[command]
     sys.path.append(str(_BUNDLED))  # for the client and the benchmarks, unless they are installed
     # A package's program is its module __main__.
     sys.argv[:] = [f"inflight {command}", *rest]
-    runpy.run_module(module, run_name="__main__", alter_sys=False)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=False)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            raise
+        what = f"{package} is not installed: python -m pip install 'inflight[{EXTRAS[package]}]'"
+        sys.stderr.write(f"inflight {command}: {what}\n")
+        return _FAILED
     return 0
 
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import greenlet
 
@@ -24,13 +24,15 @@ from inflight.config import Parameters
 from inflight.errors import Unavailable
 from inflight.ranks.heartbeat import Heartbeat
 from inflight.ranks.lockstep import Lockstep
-from inflight.ranks.mpi import MpiWorld
 from inflight.ranks.rank_context import Agreement, RankContext
 from inflight.ranks.rendezvous import Peer
 
 from .scheduler import Fiber, Machine, Process, Waiters
 from .sockets import Socket
 from .whole_server import PATH, RunReport, WholeServer
+
+if TYPE_CHECKING:
+    from inflight.ranks.mpi import MpiWorld  # loads MPI, which no simulation needs
 
 _TIMEOUT_S = 12.0  # of silence, after which a rank is lost
 _ENDED_S = 7.0  # until all ranks have ended after the connections of one ended: five to answer requests
@@ -170,8 +172,8 @@ class RankedServer(WholeServer):
         """Return a rank's context without a meeting of the ranks: their connections exist."""
         context = object.__new__(RankContext)
         context._heartbeat = Heartbeat(peers, world.size, _TIMEOUT_S, on_loss)
-        context.ranks = Lockstep(cast(MpiWorld, world), context._heartbeat)
-        context.world = cast(MpiWorld, world)
+        context.ranks = Lockstep(cast("MpiWorld", world), context._heartbeat)
+        context.world = cast("MpiWorld", world)
         context.agreement = cast(Agreement, world.agreement)
         context._has_left = False
         return context
