@@ -32,7 +32,7 @@ CONTROLS: dict[str, tuple[str, str, str, int, str]] = {
         "top_n_sigma",
         "float32",
         0,
-        "keep logits of at least the highest minus top_n_sigma times their standard deviation; 0: all",
+        "keep tokens whose logit is at most top_n_sigma standard deviations below the highest; 0: all",
     ),
     "top_k": (
         "top_k",

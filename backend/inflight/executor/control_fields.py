@@ -42,8 +42,9 @@ class SamplingControls(Typed):
             In this API: off by default; 0 and 1 << 30 are off.
         length_penalty: a beam's score is divided by its length to this power; 0 by default. In this API: 0
             by default.
-        early_stopping: with enough finished beams: end at once (1), if no running beam is better (0), if
-            none can be (else). In this API: 1 by default: a search ends once enough beams have finished.
+        early_stopping: with enough finished beams, end at once (1), if no running beam is better (0), or if
+            none can become better (other values). In this API: 1 by default: a search ends once enough
+            beams have finished.
         beam_search_diversity_rate: this times a beam's index is added to the scores that rank its
             candidates; 0 by default. In this API: 0 by default.
     """

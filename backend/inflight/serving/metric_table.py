@@ -151,7 +151,7 @@ GAUGES: tuple[GaugeFamily, ...] = (
         (
             Gauge("active", "Active Request Count", "requests", "accepted, without a final response"),
             Gauge("max", "Max Request Count", "requests", "maximum number that can run at a time"),
-            Gauge("scheduled", "Scheduled Requests", "sequences", "in the last iteration; static: its batch"),
+            Gauge("scheduled", "Scheduled Requests", "sequences", "in the last iteration or static batch"),
             Gauge(
                 "context", "Context Requests", "sequences", "in the last iteration, computing their prompts"
             ),
@@ -296,7 +296,7 @@ HISTOGRAMS: tuple[HistogramFamily, ...] = (
     ),
     HistogramFamily(
         "inflight_guide_wait_seconds",
-        "From a request's arrival until its guide was compiled",
+        "From a request's arrival until its guide (structured output) was compiled",
         "seconds",
         "guide_wait",
     ),
@@ -359,8 +359,8 @@ COUNTERS: tuple[CounterFamily, ...] = (
     ),
     CounterFamily(
         "inflight_saved_kv_blocks_total",
-        "KV blocks that the block store saved, that were loaded from it, and that a load left unread, because "
-        "they were lost or computing them was faster",
+        "KV blocks saved in the block store, loaded from it, or left unread by a load, because they were lost or "
+        "computing them was faster",
         "blocks",
         lambda metrics: {
             "saved": metrics.num_saved_blocks,
@@ -437,7 +437,7 @@ COUNTERS: tuple[CounterFamily, ...] = (
     ),
     CounterFamily(
         "inflight_guides_total",
-        "Guides of requests, by whether they could be compiled",
+        "Guides (structured output) of requests, by whether they could be compiled",
         "requests",
         lambda metrics: metrics.guides,
         "outcome",
@@ -526,7 +526,7 @@ PICTURES_MODEL = "multimodal_encoders"
 PICTURE_FAMILIES: tuple[PictureFamily, ...] = (
     PictureFamily(
         "inflight_pictures_total",
-        "Pictures of prompts, by whether their rows were encoded or found in the cache",
+        "Pictures of prompts, by whether their rows of embeddings were computed or found in the cache",
         "pictures",
         "counter",
         lambda stats: {"encoded": stats.num_encoded, "cached": stats.num_cache_hits},
@@ -535,14 +535,14 @@ PICTURE_FAMILIES: tuple[PictureFamily, ...] = (
     ),
     PictureFamily(
         "inflight_picture_encoding_seconds_total",
-        "Time spent on encoded pictures, from their files to their rows",
+        "Time spent to encode pictures, from their files to their rows of embeddings",
         "seconds",
         "counter",
         lambda stats: {"": stats.milliseconds / 1000},
     ),
     PictureFamily(
         "inflight_picture_cache_bytes",
-        "Size of the rows that are kept for further prompts",
+        "Size of the rows of embeddings that are kept for further prompts",
         "bytes",
         "gauge",
         lambda stats: {"": stats.cached_bytes},

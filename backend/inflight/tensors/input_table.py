@@ -181,7 +181,7 @@ _ADAPTERS = (
     _both(
         "prompt_embedding_table",
         "FP16",
-        "[rows, hidden_size]: id vocab_size + i stands for row i; before a text, all rows are inserted",
+        "[rows, hidden_size]: id vocab_size + i stands for row i; all rows are inserted before a text_input",
         (-1, -1),
         other_dtypes=("FP32", "BF16"),
     ),
@@ -212,9 +212,7 @@ _ADAPTERS = (
         "[rows, 3 or 4]: module id, layer, rank, and whether the row is DoRA",
         (-1, -1),
     ),
-    _both(
-        "lora_name", "BYTES", "name of a LoRA adapter that the operator has named, instead of lora_task_id"
-    ),
+    _both("lora_name", "BYTES", "name that the operator gave to a LoRA adapter; instead of lora_task_id"),
     _llmapi(
         "lora_path",
         "BYTES",
@@ -256,7 +254,7 @@ _DRAFTS = (
     _both(
         "prompt_lookup_num_tokens",
         "INT32",
-        "longest draft, by the method of speculative_decoding_mode or by prompt lookup; 0: that mode's number",
+        "most tokens to draft, by speculative_decoding_mode or else by prompt lookup; 0: that mode's number",
     ),
     _text_only(
         "num_draft_tokens",

@@ -115,7 +115,7 @@ class SamplingConfig:
         0.0,
         "FP32",
         _within(0.0, LARGEST),
-        "keep logits of at least the highest minus top_n_sigma times their standard deviation; 0: all",
+        "keep tokens whose logit is at most top_n_sigma standard deviations below the highest; 0: all",
         example=1.5,
         draws=True,
         body=BodyField(0.0, {"ge": 0}),
@@ -353,7 +353,8 @@ class SamplingConfig:
         0,
         "INT32",
         _at_least(0),
-        "with enough finished beams: end at once (1), if no running beam is better (0), if none can be (else)",
+        "with enough finished beams, end at once (1), if no running beam is better (0), or if none can become "
+        "better (other values)",
         example=2,
         other_dtypes=("BOOL",),
         body=BodyField(is_number=False),
