@@ -122,7 +122,7 @@ def _gauges() -> Iterator[str]:
     yield "| metric | unit | meaning | in the log line |"
     yield "|---|---|---|---|"
     for family in GAUGES:
-        only = f" (only {family.batching.value})" if family.batching else ""
+        only = f"; only with {family.batching.value}" if family.batching else ""
         yield f"| **`{family.name}`** | | {family.help}{only} | |"
         for gauge in family.gauges:
             label = f'`{family.label}="{gauge.value}"`'
