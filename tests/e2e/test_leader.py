@@ -16,7 +16,7 @@ from .clients import Stream, ask, completion
 from .conftest import REPOSITORY
 from .footprint import folder_of, left_of
 
-LEADER = ServerOptions(tp=2, mode="leader")
+LEADER = ServerOptions(tp=2, mode="leader", exit_timeout_s=300)
 SETTINGS = {"max_tokens_in_paged_kv_cache": "16384"}
 PROMPTS = ([3, 1, 4, 1, 5], list(range(40, 90)))
 

@@ -57,7 +57,7 @@ def with_head(way: str, count: int) -> Any:
 
 
 @pytest.mark.parametrize("case", with_all(CASES, ("qwen3-next", "deepseek-v3", "qwen3.5")))
-@pytest.mark.parametrize("way", with_all(WAYS, WAYS[:2]))
+@pytest.mark.parametrize("way", with_all(WAYS, WAYS[1:2]))
 @KERNELS
 def test_guesses_are_those_of_transformers_layers(models: Any, case: str, way: str, kernels: str) -> None:
     """Chunks, reused blocks and pauses leave the head's cache complete, and no guess changes a token."""
@@ -77,7 +77,7 @@ def test_guesses_are_those_of_transformers_layers(models: Any, case: str, way: s
         assert list(guessed) == model.guesses(tokens, len(guessed)), (request_id, known)
 
 
-@pytest.mark.parametrize("case", with_all(CASES, ("qwen3.5", "deepseek-v3")))
+@pytest.mark.parametrize("case", with_all(CASES, ("deepseek-v3",)))
 @KERNELS
 def test_right_guesses_save_iterations(models: Any, case: str, kernels: str) -> None:
     model = models(case, agrees=True)
@@ -94,7 +94,7 @@ def test_right_guesses_save_iterations(models: Any, case: str, kernels: str) -> 
         assert served.num_iterations == plain.num_iterations - metrics.num_accepted_draft_tokens
 
 
-@pytest.mark.parametrize("case", with_all(CASES, ("deepseek-v3", "qwen3.5")))
+@pytest.mark.parametrize("case", with_all(CASES, ("qwen3.5",)))
 def test_a_head_that_is_wrong_is_soon_left_alone(models: Any, case: str) -> None:
     """With a recurrent state too, which is saved at the blocks' ends."""
     model = models(case)
@@ -102,7 +102,7 @@ def test_a_head_that_is_wrong_is_soon_left_alone(models: Any, case: str) -> None
     check_that_a_wrong_head_is_left_alone(engine, model, with_head("no-evict", 2), 3)
 
 
-@pytest.mark.parametrize("case", with_all(CASES, ("qwen3-next", "glm4-moe")))
+@pytest.mark.parametrize("case", with_all(CASES, ("qwen3-next",)))
 @KERNELS
 def test_requests_of_all_kinds_have_the_same_results_with_and_without_guesses(
     models: Any, case: str, kernels: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,12 +32,14 @@ class Mutation:
         name: Description of the mistake.
         module: Name of the module, without the package.
         old, new: The text that occurs once in the module, and its replacement.
+        is_rare: Whether it takes dozens of seeds or more to reveal it, so that it is planted with `--all` only.
     """
 
     name: str
     module: str
     old: str
     new: str
+    is_rare: bool = False
 
     @contextlib.contextmanager
     def planted(self) -> Generator[None]:
@@ -89,6 +91,11 @@ class Mutation:
         """Return whether a simulation fails with the mistake, for one of NUM_SEEDS seeds."""
         with self.planted():
             return any(fails(run, seed) for seed in range(NUM_SEEDS))
+
+
+def every(step: int, mutations: Sequence[Mutation]) -> list[Mutation]:
+    """Return the mistakes of the default tier: one of `step` in a row, without the rare ones."""
+    return [each for each in mutations[::step] if not each.is_rare]
 
 
 MUTATIONS = (

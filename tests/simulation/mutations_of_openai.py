@@ -10,6 +10,7 @@ MUTATIONS_OF_OPENAI = (
         "openai.streaming",
         "            pass\n        self._stream.cancel()",
         "            pass",
+        is_rare=True,
     ),
     Mutation(
         "a request that is submitted after its client has left goes on",
@@ -100,6 +101,7 @@ MUTATIONS_OF_OPENAI = (
         "openai.request_ids",
         "(Exception, asyncio.CancelledError)",
         "Exception",
+        is_rare=True,
     ),
     Mutation(
         "only the first text of a chat is sent",

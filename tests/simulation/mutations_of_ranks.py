@@ -64,6 +64,7 @@ MUTATIONS_OF_RANKS = (
         "ranks.heartbeat",
         "                self._note_goodbye(rank)\n",
         "                pass\n",
+        is_rare=True,
     ),
     Mutation(
         "iterations without new requests are not shared",

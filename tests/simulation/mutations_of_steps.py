@@ -75,6 +75,7 @@ MUTATIONS_OF_STEPS = (
         "core.schedule.admission",
         "        held = [group.request for group in self.held.values()]",
         "        held: list[Request] = []",
+        is_rare=True,
     ),
     Mutation(
         "an adapter that is unloaded does not wake the loop",

@@ -37,6 +37,7 @@ MUTATIONS_OF_STORAGE = (
         "block_store.store",
         "        self._is_over = True\n",
         "",
+        is_rare=True,
     ),
     Mutation(
         "an adapter that was read does not wake the loop",

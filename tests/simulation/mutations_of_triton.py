@@ -68,6 +68,7 @@ MUTATIONS_OF_TRITON = (
         "        with self._lock:\n            left = list(self._handles.values())\n"
         "        for handle in left:\n            handle.stop()\n"
         "        self._delivery.close()\n        self._disconnect()\n",
+        is_rare=True,
     ),
 )
 """The mistakes, each of which some seeds must reveal."""

@@ -9,7 +9,7 @@ import pytest
 from inflight.testing.machine import openai_server, whole_server
 from tests.tiers import examples, with_all
 
-from .mutations import NUM_SEEDS, Mutation
+from .mutations import NUM_SEEDS, Mutation, every
 from .mutations_of_openai import MUTATIONS_OF_OPENAI
 
 
@@ -26,7 +26,7 @@ def test_a_seed_always_does_the_same(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "mutation", with_all(MUTATIONS_OF_OPENAI, MUTATIONS_OF_OPENAI[::3]), ids=lambda each: each.name
+    "mutation", with_all(MUTATIONS_OF_OPENAI, every(3, MUTATIONS_OF_OPENAI)), ids=lambda each: each.name
 )
 def test_a_planted_mistake_is_revealed(mutation: Mutation) -> None:
     assert mutation.is_revealed_by(openai_server.run), f"{NUM_SEEDS} seeds and nothing noticed"

@@ -9,7 +9,7 @@ import pytest
 from inflight.testing.machine import orchestrated_ranks
 from tests.tiers import examples, with_all
 
-from .mutations import NUM_SEEDS, Mutation
+from .mutations import NUM_SEEDS, Mutation, every
 from .mutations_of_orchestration import MUTATIONS_OF_ORCHESTRATION
 
 
@@ -31,7 +31,7 @@ def test_a_seed_always_does_the_same(seed: int) -> None:
 
 @pytest.mark.parametrize(
     "mutation",
-    with_all(MUTATIONS_OF_ORCHESTRATION, MUTATIONS_OF_ORCHESTRATION[::3]),
+    with_all(MUTATIONS_OF_ORCHESTRATION, every(3, MUTATIONS_OF_ORCHESTRATION)),
     ids=lambda each: each.name,
 )
 def test_a_planted_mistake_is_revealed(mutation: Mutation) -> None:

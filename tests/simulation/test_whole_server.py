@@ -12,12 +12,12 @@ from inflight.testing.machine import whole_server
 from inflight.testing.machine.whole_server import WholeServer
 from tests.tiers import examples, with_all
 
-from .mutations import MUTATIONS, NUM_SEEDS, Mutation, fails
+from .mutations import MUTATIONS, NUM_SEEDS, Mutation, every, fails
 from .mutations_of_steps import MUTATIONS_OF_STEPS
 from .mutations_of_storage import MUTATIONS_OF_STORAGE
 
 _ALL = (*MUTATIONS, *MUTATIONS_OF_STORAGE, *MUTATIONS_OF_STEPS)
-_SOON = _ALL[::3]
+_SOON = every(3, _ALL)
 
 
 def test_promises_are_kept_through_all_faults() -> None:
