@@ -16,11 +16,11 @@ class SamplingControls(Typed):
 
     Attributes:
         beam_width: number of beams of a beam search; 1: no beam search. In this API: 1 by default.
-        num_return_sequences: number of sequences to sample, or of best beams to return. In this API: 1, or
-            all beams, by default.
+        num_return_sequences: number of sequences to sample, or of best beams to return. In this API: by
+            default 1, or in a beam search all beams.
         temperature: divides the logits; 0: greedy; 1 by default. In this API: 1 by default; 0 is greedy.
-        top_k: keep the k likeliest; 0: all. In this API: 0 by default: all; greedy if top_p and min_p are
-            unset too.
+        top_k: keep the k likeliest; 0: all. In this API: 0 by default, which allows all tokens, but is
+            greedy if top_p and min_p are unset too.
         top_p: keep the smallest set of likeliest tokens that has probability p in (0, 1]; <= 0: unset. In
             this API: unset by default.
         top_p_min: lower bound of a decaying top_p; 1e-6 by default. In this API: 1e-6 by default.
@@ -32,14 +32,14 @@ class SamplingControls(Typed):
         seed: seed of the random numbers: the same seed, the same tokens; 0 by default. In this API: 0 by
             default, a seed like any other: equal requests give equal tokens.
         repetition_penalty: divides positive and multiplies negative logits of tokens seen, prompt included;
-            1: none. In this API: 1 by default; the prompt counts.
+            1: none. In this API: 1 by default; tokens of the prompt count too.
         presence_penalty: subtracted once from the logits of tokens seen, prompt included; 0: none. In this
-            API: 0 by default; the prompt counts.
+            API: 0 by default; tokens of the prompt count too.
         frequency_penalty: subtracted from a token's logit for each time it was seen, prompt included; 0:
-            none. In this API: 0 by default; the prompt counts.
+            none. In this API: 0 by default; tokens of the prompt count too.
         min_tokens: minimum number of tokens before an end id; 0 by default. In this API: 1 by default.
         no_repeat_ngram_size: size n of n-grams that may not occur twice, prompt included; 0 or 2**30: off.
-            In this API: off by default; 0 and 1 << 30 are off.
+            In this API: off by default; 0 and 1 << 30 mean off.
         length_penalty: a beam's score is divided by its length to this power; 0 by default. In this API: 0
             by default.
         early_stopping: with enough finished beams, end at once (1), if no running beam is better (0), or if

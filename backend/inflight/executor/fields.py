@@ -99,22 +99,26 @@ def _of(owner: type, **notes: _Note) -> list[FieldNote]:
 
 
 _NO_ENCODER = "no model here has an encoder"
-_NO_IMAGES = "the Executor takes no pictures; a prompt brings their embeddings in prompt_tuning_config"
+_NO_IMAGES = "the Executor takes no pictures; pass their embeddings in prompt_tuning_config"
 
-_ONE_SERVER = "context and generation are computed in one place; nothing is handed over to another server"
+_ONE_SERVER = (
+    "one engine computes both context and generation; requests are not handed over to another engine"
+)
 _NO_LOOKAHEAD = (
-    "lookahead decoding is not implemented; drafts come with a request (external_draft_tokens_config), or from "
-    "earlier tokens by speculative_decoding_mode of the argument `parameters`"
+    "lookahead decoding is not implemented; a request can bring drafts (external_draft_tokens_config), "
+    "or drafts are guessed from earlier tokens (speculative_decoding_mode of the argument `parameters`)"
 )
 _NO_MEDUSA = (
-    "Medusa heads are not read; drafts come with a request (external_draft_tokens_config), or from the "
-    "checkpoint's own head (eagle_config)"
+    "Medusa heads are not supported; a request can bring drafts (external_draft_tokens_config), or drafts are "
+    "made by the checkpoint's own head (eagle_config)"
 )
-_NO_THRESHOLDS = "a draft token is accepted if it is the model's own, so that no token changes"
+_NO_THRESHOLDS = (
+    "a draft token is accepted only if the model chooses the same token, so drafts change no output"
+)
 _NO_TREES = "drafts are chains and not trees"
-_NO_TUNER = "batch size and tokens of an iteration are not tuned while the engine runs"
-_TENSORRT = "it is a switch of TensorRT's kernels"
-_ALWAYS_COPIED = "a block of which only the beginning matches is always found, and copied"
+_NO_TUNER = "the batch size and the number of tokens of an iteration are not tuned while the engine runs"
+_TENSORRT = "it concerns kernels of TensorRT only"
+_ALWAYS_COPIED = "blocks of which only the beginning matches are always reused, by copying them"
 
 _SAMPLES = tuple(
     make()
@@ -138,40 +142,46 @@ _REQUEST = _of(
     ),
     streaming=_works("responses while tokens are generated"),
     sampling_config=_works("copied, like every configuration: later changes to the original have no effect"),
-    output_config=_works("copied too"),
-    end_id=_works("not part of the output; None and -1: none"),
-    pad_id=_ignored("beams are returned as lists of their own lengths, without padding"),
+    output_config=_works("copied, like sampling_config"),
+    end_id=_works("not part of the output; None and -1: no end id"),
+    pad_id=_ignored("each beam is returned as a list of its own length, without padding"),
     position_ids=_refused("positions count from 0 in every model here"),
-    bad_words=_works("tokens of the prompt count as preceding tokens"),
-    stop_words=_works("part of the output; tokens of the prompt do not match"),
-    embedding_bias=_works("float, one for each token of the vocabulary"),
-    external_draft_tokens_config=_works("verified in one pass"),
-    prompt_tuning_config=_works("rows for prompt tokens from vocab_size on; see PromptTuningConfig"),
+    bad_words=_works("a bad word may begin in the prompt"),
+    stop_words=_works("the stop word is part of the output; stop words in the prompt have no effect"),
+    embedding_bias=_works("one number for each token of the vocabulary, added to its logit"),
+    external_draft_tokens_config=_works("draft tokens, verified in one pass"),
+    prompt_tuning_config=_works(
+        "embeddings of prompt tokens with ids from vocab_size on; see PromptTuningConfig"
+    ),
     multimodal_input=_refused(_NO_IMAGES),
     multimodal_embedding=_refused(_NO_IMAGES),
     mrope_config=_works("rotary positions of the prompt, for models with multimodal rotary embedding"),
-    lora_config=_works("the adapter's first request needs weights; later ones only its task_id"),
+    lora_config=_works(
+        "the first request with an adapter needs its weights; later ones need only the task_id"
+    ),
     lookahead_config=_refused(_NO_LOOKAHEAD),
-    kv_cache_retention_config=_works("by priority, then by last use"),
-    logits_post_processor_name=_works("a name of LogitsPostProcessorConfig.processor_map, or `batched`"),
+    kv_cache_retention_config=_works(
+        "blocks are evicted in the order of their priority, then of their last use"
+    ),
+    logits_post_processor_name=_works("a name in LogitsPostProcessorConfig.processor_map, or `batched`"),
     logits_post_processor=_works("for this request only; not with several ranks"),
     encoder_input_token_ids=_refused(_NO_ENCODER),
     client_id=_works("in every response; clients of equal priority get equal shares of the engine"),
-    return_all_generated_tokens=_works("always on for a streamed beam search, since beams change"),
+    return_all_generated_tokens=_works("always on for a streamed beam search, because beams may change"),
     priority=_works("waiting requests of higher priority start first"),
     request_type=_refused(_ONE_SERVER, RequestType.REQUEST_TYPE_CONTEXT_AND_GENERATION),
     context_phase_params=_refused(_ONE_SERVER),
     encoder_input_features=_refused(_NO_ENCODER),
     encoder_output_length=_refused(_NO_ENCODER),
     cross_attention_mask=_refused(_NO_ENCODER),
-    num_return_sequences=_works("used if SamplingConfig has none"),
-    eagle_config=_refused("all requests have the drafts of DecodingConfig.eagle_config"),
+    num_return_sequences=_works("used if SamplingConfig does not set it"),
+    eagle_config=_refused("DecodingConfig.eagle_config sets the drafts of all requests"),
     skip_cross_attn_blocks=_refused(_NO_ENCODER),
     guided_decoding_params=_works(
-        "not with beams; without GuidedDecodingConfig, the checkpoint's tokenizer is used"
+        "refused with beams; without GuidedDecodingConfig, the checkpoint's tokenizer is used"
     ),
     language_adapter_uid=_refused("a request has one adapter, set by lora_config"),
-    allotted_time_ms=_works("from arrival, rounded down to milliseconds, at least one"),
+    allotted_time_ms=_works("counts from arrival; rounded down to milliseconds, but at least one"),
     cache_salt_id=_works("0 and None are the same salt"),
 )
 
@@ -188,51 +198,59 @@ _PARTS_OF_REQUESTS = [
     ),
     *_of(
         OutputConfig,
-        return_log_probs=_works("ExecutorConfig.normalize_log_probs selects their distribution"),
+        return_log_probs=_works(
+            "ExecutorConfig.normalize_log_probs selects the distribution that they are taken from"
+        ),
         return_context_logits=_works("if set, no part of the prompt is reused"),
-        return_generation_logits=_works("the model's own, unprocessed; not for a streamed beam search"),
+        return_generation_logits=_works(
+            "the model's logits, before sampling controls; not for a streamed beam search"
+        ),
         exclude_input_from_output=_works("applies to requests that are not streamed"),
         return_encoder_output=_refused(_NO_ENCODER),
         return_perf_metrics=_works("times of a monotonic clock"),
-        additional_model_outputs=_works("tensors that ExecutorConfig names"),
+        additional_model_outputs=_works(
+            "some of the tensors that ExecutorConfig.additional_model_outputs names"
+        ),
         return_receipt=_works(
-            "what was asked and answered, by which model and settings; not in TensorRT-LLM"
+            "a record of request, answer, model and settings; does not exist in TensorRT-LLM"
         ),
     ),
     *_of(
         AdditionalModelOutput,
         name=_works("name of a tensor of the model"),
-        gather_context=_works("also for the prompt's positions; if set, no part of the prompt is reused"),
+        gather_context=_works("returns rows for the prompt too; if set, no part of the prompt is reused"),
     ),
     *_of(
         ExternalDraftTokensConfig,
-        tokens=_works("fewer than max_tokens"),
-        logits=_works("[tokens, vocab_size]; tokens are then accepted by chance"),
-        acceptance_threshold=_works("with logits: least ratio of probabilities, target / draft, for a token"),
-        fast_logits=_refused("logits come with the request; no draft engine sends them", False),
+        tokens=_works("must be fewer than max_tokens"),
+        logits=_works("shape [tokens, vocab_size]; draft tokens are then accepted by rejection sampling"),
+        acceptance_threshold=_works(
+            "with logits: the smallest ratio of probabilities, target / draft, at which a token is accepted"
+        ),
+        fast_logits=_refused("logits are sent with the request; no draft engine sends them", False),
     ),
     *_of(
         LoraConfig,
         task_id=_works(
-            "weights sent with a known id are ignored: a new version of an adapter needs a new id"
+            "weights that are sent with a known id are ignored, so a new version of an adapter needs a new id"
         ),
-        weights=_works("float32, float16 or bfloat16, independent of the model's type"),
-        config=_works("rows of 3 or 4 numbers; modules that the model does not have are an error"),
+        weights=_works("float32, float16 or bfloat16, whatever the model's dtype is"),
+        config=_works("rows of 3 or 4 numbers; a module that the model does not have is an error"),
     ),
     *_of(
         PromptTuningConfig,
-        embedding_table=_works("float32, float16 or bfloat16; part of the keys of KV blocks"),
+        embedding_table=_works("float32, float16 or bfloat16; KV blocks are shared only for equal tables"),
         input_token_extra_ids=_works(
-            "distinguishes KV blocks of different tables; not needed, because the content of the table does so too"
+            "distinguishes KV blocks of different tables; not needed, because their content does so too"
         ),
     ),
     *_of(
         KvCacheRetentionConfig,
         token_range_retention_configs=_works("ranges of the prompt"),
         decode_retention_priority=_works("priority of blocks of generated tokens"),
-        decode_duration_ms=_works("counts from the time when no sequence holds the block"),
+        decode_duration_ms=_works("counts from the time at which no sequence uses the block any more"),
         transfer_mode=_refused(
-            "requests cannot choose the blocks that are saved in files", KvCacheTransferMode.DRAM
+            "requests cannot choose which blocks are saved in files", KvCacheTransferMode.DRAM
         ),
         directory=_refused("requests cannot choose the folder of saved blocks", ""),
     ),
@@ -246,15 +264,15 @@ _CONFIGURATION = _of(
     max_beam_width=_works("requests may have different widths at the same time"),
     scheduler_config=_works("see SchedulerConfig"),
     kv_cache_config=_works("see KvCacheConfig"),
-    enable_chunked_context=_works("without it a prompt is at most max_num_tokens long"),
+    enable_chunked_context=_works("without it, a prompt may have at most max_num_tokens tokens"),
     normalize_log_probs=_works(
-        "log probabilities are those after the sampling controls; their sum is always the model's own"
+        "log probabilities are those after the sampling controls; cumulative ones are always the model's own"
     ),
-    iter_stats_max_iterations=_works("0: none are kept"),
-    request_stats_max_iterations=_works("0: none are kept"),
-    batching_type=_works("STATIC: a batch ends before the next starts"),
+    iter_stats_max_iterations=_works("0: no statistics are kept"),
+    request_stats_max_iterations=_works("0: no statistics are kept"),
+    batching_type=_works("STATIC: the next batch starts when all requests of a batch have ended"),
     max_batch_size=_works(
-        "sequences that run at once, of which every beam is one; 64 by default, if they fit"
+        "number of sequences that run at once, each beam counted; 64 by default, or fewer if these do not fit"
     ),
     max_num_tokens=_works("8192 by default"),
     parallel_config=_works("see ParallelConfig"),
@@ -262,8 +280,8 @@ _CONFIGURATION = _of(
     logits_post_processor_config=_works("see LogitsPostProcessorConfig"),
     decoding_config=_works("see DecodingConfig"),
     use_gpu_direct_storage=_ignored("weights are read into host memory first"),
-    gpu_weights_percent=_refused("weights are kept on the device as a whole", 1.0),
-    max_queue_size=_works("requests beyond it are refused as they are enqueued; None and 0: no bound"),
+    gpu_weights_percent=_refused("all weights are kept on the device", 1.0),
+    max_queue_size=_works("enqueue_request refuses requests beyond it; None and 0: no limit"),
     extended_runtime_perf_knob_config=_works("see ExtendedRuntimePerfKnobConfig"),
     debug_config=_works("see DebugConfig"),
     recv_poll_period_ms=_ignored("requests wake the engine, which does not poll"),
@@ -272,10 +290,12 @@ _CONFIGURATION = _of(
     guided_decoding_config=_works("see GuidedDecodingConfig"),
     additional_model_outputs=_works("tensors that requests may ask for"),
     cache_transceiver_config=_works("see CacheTransceiverConfig"),
-    gather_generation_logits=_ignored("requests may always ask for generation logits"),
+    gather_generation_logits=_ignored("requests may ask for generation logits in any case"),
     mm_embedding_offloading=_ignored(_NO_IMAGES),
     enable_trt_overlap=_ignored("iterations overlap wherever the results stay the same"),
-    fail_fast_on_attention_window_too_large=_ignored("a window takes no room of its own in the KV cache"),
+    fail_fast_on_attention_window_too_large=_ignored(
+        "an attention window needs no memory of its own in the KV cache"
+    ),
 )
 
 _PARTS_OF_CONFIGURATION = [
@@ -283,78 +303,82 @@ _PARTS_OF_CONFIGURATION = [
         SchedulerConfig,
         capacity_scheduler_policy=_works("STATIC_BATCH is the same as batching_type STATIC"),
         context_chunking_policy=_works(
-            "FIRST_COME_FIRST_SERVED by default; with enable_chunked_context only"
+            "FIRST_COME_FIRST_SERVED by default; has an effect only with enable_chunked_context"
         ),
         dynamic_batch_config=_ignored(_NO_TUNER),
     ),
     *_of(
         KvCacheConfig,
-        enable_block_reuse=_works("blocks are found by the content of the whole prefix"),
-        max_tokens=_works("a whole number of blocks, one for each sequence at least"),
-        max_attention_window=_works("it saves no memory"),
-        sink_token_length=_works("counts as part of the window"),
+        enable_block_reuse=_works("a block is found by the content of the whole prefix that it ends"),
+        max_tokens=_works("rounded down to whole blocks; must be enough for one block for each sequence"),
+        max_attention_window=_works("limits attention, but saves no memory"),
+        sink_token_length=_works("these tokens count as part of the window"),
         free_gpu_memory_fraction=_works(
             "share of the free memory of the model's device; by default 0.9 on a GPU, 0.5 on a CPU"
         ),
-        host_cache_size=_works("bytes; on a CPU, memory that is added to the cache"),
-        onboard_blocks=_works("False: blocks are only saved"),
+        host_cache_size=_works("in bytes; on a CPU, this memory is added to the KV cache"),
+        onboard_blocks=_works("False: blocks are saved, but not loaded again"),
         cross_kv_cache_fraction=_refused(_NO_ENCODER),
-        secondary_offload_min_priority=_works("30 by default"),
+        secondary_offload_min_priority=_works("smallest priority of blocks that are saved; 30 by default"),
         event_buffer_max_size=_works("0: no events, and no event manager"),
         enable_partial_reuse=_ignored(_ALWAYS_COPIED),
         copy_on_partial_reuse=_ignored(_ALWAYS_COPIED),
-        use_uvm=_refused("the KV cache is only in memory of the device"),
+        use_uvm=_refused("the KV cache is in the device's own memory only"),
         attention_dp_events_gather_period_ms=_ignored(
-            "there is one KV cache, whose events need no gathering"
+            "there is only one KV cache, so no events have to be gathered"
         ),
-        max_gpu_total_bytes=_refused("say max_tokens or free_gpu_memory_fraction instead"),
+        max_gpu_total_bytes=_refused("set max_tokens or free_gpu_memory_fraction instead"),
     ),
     *_of(
         ParallelConfig,
         communication_type=_works("MPI is the only value"),
-        communication_mode=_works("LEADER under mpirun or srun; ORCHESTRATOR starts the ranks itself"),
+        communication_mode=_works(
+            "LEADER: the ranks are started by mpirun or srun; ORCHESTRATOR: this process starts them"
+        ),
         device_ids=_works("GPUs, one for each rank of a host"),
-        participant_ids=_works("all ranks, in order; in orchestrator mode it says how many there are"),
+        participant_ids=_works(
+            "all ranks, in order; in orchestrator mode their number is the number of ranks to start"
+        ),
         orchestrator_config=_works("see OrchestratorConfig"),
-        num_nodes=_ignored("mpirun, or its arguments, say which hosts there are", 1),
+        num_nodes=_ignored("the hosts are known to mpirun or given by its arguments", 1),
     ),
     *_of(
         OrchestratorConfig,
-        is_orchestrator=_refused("the process that makes the Executor is the orchestrator"),
+        is_orchestrator=_refused("the process that makes the Executor is always the orchestrator"),
         worker_executable_path=_ignored("ranks run this package; any path is accepted"),
         orch_leader_comm=_refused("the orchestrator talks to its ranks by a socket of its own"),
         spawn_processes=_refused(
-            "an orchestrator starts its ranks itself; LEADER is for ranks started by mpirun"
+            "an orchestrator always starts its ranks; for ranks started by mpirun, use LEADER"
         ),
     ),
     *_of(
         PeftCacheConfig,
         num_host_module_layer=_ignored("host_cache_size is the size in host memory"),
         num_device_module_layer=_ignored("device_cache_percent is the size on the device"),
-        optimal_adapter_size=_works("low-rank dimensions that fit into a page of device memory"),
+        optimal_adapter_size=_works("rank of the adapters that fit into one page of device memory"),
         max_adapter_size=_works("adapters of a larger rank are refused"),
-        num_put_workers=_ignored("adapters are stored when their requests arrive"),
+        num_put_workers=_ignored("adapters are stored at once when their requests arrive"),
         num_ensure_workers=_ignored(
             "adapters are copied to the device by the iteration that needs them first"
         ),
-        num_copy_streams=_ignored("adapters are copied in the order of the device's work"),
+        num_copy_streams=_ignored("adapters are copied in order with the device's other work"),
         max_pages_per_block_host=_ignored("on the host an adapter is kept in one piece"),
         max_pages_per_block_device=_ignored(
             "there are no blocks of pages; optimal_adapter_size is a page's size"
         ),
         device_cache_percent=_works(
-            "share of the free memory beside the weights, in [0, 1]; 0.05 by default"
+            "share of the memory that is free after the weights are loaded, from 0 to 1; 0.05 by default"
         ),
-        host_cache_size=_works("bytes; 1 GiB by default"),
+        host_cache_size=_works("in bytes; 1 GiB by default"),
         lora_prefetch_dir=_works(
-            "folders named by task ids; read at the start, and when a request needs one"
+            "has a folder for each adapter, named by its task id; read at the start, and when a request needs one"
         ),
     ),
     *_of(
         DecodingConfig,
         decoding_mode=_refused(
-            "each request sets its own sampling; drafts come from EAGLE-3 and MTP heads (Eagle), from "
-            "speculative_decoding_mode of the argument `parameters`, or with a request "
+            "each request sets its own sampling; drafts are made by EAGLE-3 and MTP heads (Eagle) or by "
+            "speculative_decoding_mode of the argument `parameters`, or a request brings them "
             "(external_draft_tokens_config)",
             *_SAMPLES,
             DecodingMode.Eagle(),
@@ -368,7 +392,7 @@ _PARTS_OF_CONFIGURATION = [
     *_of(
         EagleConfig,
         eagle_choices=_works(
-            "a chain, [[0], [0, 0], [0, 0, 0]] in any order, is a draft of up to three tokens; trees are refused"
+            "must be a chain: [[0], [0, 0], [0, 0, 0]] is a draft of up to three tokens; trees are refused"
         ),
         greedy_sampling=_refused(_NO_THRESHOLDS, True),
         posterior_threshold=_refused(_NO_THRESHOLDS),
@@ -378,37 +402,43 @@ _PARTS_OF_CONFIGURATION = [
     *_of(
         LogitsPostProcessorConfig,
         processor_map=_works(
-            "called with the client id if it takes five arguments; not in orchestrator mode"
+            "functions by name, which get the client id if they take five arguments; not in orchestrator mode"
         ),
         processor_batched=_works(
-            "called once in an iteration for all requests that name it; not in orchestrator mode"
+            "called once in an iteration, for all requests that name `batched`; not in orchestrator mode"
         ),
-        replicate=_works("on every rank that has logits, or on one"),
+        replicate=_works("True: called on every rank that has logits; False: on one of them"),
     ),
     *_of(
         DebugConfig,
         debug_input_tensors=_works("all inputs of every iteration"),
         debug_output_tensors=_works("the outputs of every iteration"),
         debug_tensor_names=_works("input_ids, positions, sequence_length, logits"),
-        debug_tensors_max_iterations=_works("0: into files; else fetched, but not in orchestrator mode"),
+        debug_tensors_max_iterations=_works(
+            "0: tensors are written to files; otherwise they are fetched, but not in orchestrator mode"
+        ),
     ),
     *_of(
         ExtendedRuntimePerfKnobConfig,
         multi_block_mode=_ignored(_TENSORRT),
         enable_context_fmha_fp32_acc=_ignored(_TENSORRT),
-        cuda_graph_mode=_ignored("on a GPU, iterations of up to 1,024 rows are recorded in any case", False),
+        cuda_graph_mode=_ignored(
+            "on a GPU, iterations of up to 1,024 tokens are recorded in any case", False
+        ),
         cuda_graph_cache_size=_ignored("all recordings are kept"),
     ),
     *_of(
         SpeculativeDecodingConfig,
-        fast_logits=_refused("no draft engine sends logits; they come with a request"),
+        fast_logits=_refused("no draft engine sends logits; they are sent with a request"),
     ),
     *_of(
         GuidedDecodingConfig,
-        backend=_works("LLGUIDANCE is installed with this package; XGRAMMAR has to be"),
-        encoded_vocab=_works("the checkpoint's by default; not in orchestrator mode"),
-        tokenizer_str=_works("the checkpoint's by default; not in orchestrator mode"),
-        stop_token_ids=_works("tokens of encoded_vocab that are not text; Request.end_id ends an output"),
+        backend=_works("LLGUIDANCE is installed with this package; XGRAMMAR has to be installed separately"),
+        encoded_vocab=_works("the checkpoint's vocabulary by default; not in orchestrator mode"),
+        tokenizer_str=_works("the checkpoint's tokenizer by default; not in orchestrator mode"),
+        stop_token_ids=_works(
+            "tokens of encoded_vocab that are not text; only Request.end_id ends an output"
+        ),
     ),
     *_of(
         CacheTransceiverConfig,

@@ -11,9 +11,9 @@ from inflight.executor.fields import FIELDS, FieldNote, Treatment
 
 _HEAD = """# Fields of the Executor API
 
-The effect of each field of `inflight.executor` here. A **refused** field raises `NotSupported` with the
-given reason when an `Executor` is created or a request enqueued. An *ignored* field affects only time and
-memory, and is logged once. Default values are neither refused nor logged.
+This page says what each field of TensorRT-LLM's Executor API does in `inflight.executor`. A **refused** field
+raises `NotSupported` with the given reason when an `Executor` is created or a request is enqueued. An *ignored*
+field would change only time and memory, and is logged once. Default values are neither refused nor logged.
 
 `scripts/write_configs` writes this page.
 """

@@ -93,7 +93,7 @@ class SamplingConfig:
         "number of sequences to sample, or of best beams to return",
         example=2,
         body=BodyField(of_openai=True, is_number=False, name="n"),
-        executor=ExecutorField(_at_least(1), "1, or all beams, by default"),
+        executor=ExecutorField(_at_least(1), "by default 1, or in a beam search all beams"),
     )
     temperature: float = _declare(
         1.0,
@@ -137,7 +137,10 @@ class SamplingConfig:
         body=BodyField(
             0, {"ge": -1, "le": MAX_INT32}, meaning="keep the top_k likeliest tokens; 0 and −1: all"
         ),
-        executor=ExecutorField(_at_least(0), "0 by default: all; greedy if top_p and min_p are unset too"),
+        executor=ExecutorField(
+            _at_least(0),
+            "0 by default, which allows all tokens, but is greedy if top_p and min_p are unset too",
+        ),
         on_command_line=True,
         setting=Setting(_CHOICE, "The choice is among this many of the likeliest tokens.", usual="all"),
     )
@@ -265,7 +268,7 @@ class SamplingConfig:
         example=1.125,
         looks_back=True,
         body=BodyField(1.0, {"gt": 0}),
-        executor=ExecutorField(_POSITIVE, "1 by default; the prompt counts"),
+        executor=ExecutorField(_POSITIVE, "1 by default; tokens of the prompt count too"),
         on_command_line=True,
         setting=Setting(
             _REPETITION, "Above 1, tokens of the prompt and of the answer become less likely to come again."
@@ -280,7 +283,7 @@ class SamplingConfig:
         looks_back=True,
         text_names=("presence_penalty", "sampling_param_presence_penalty"),
         body=BodyField(of_openai=True),
-        executor=ExecutorField(_ANY, "0 by default; the prompt counts"),
+        executor=ExecutorField(_ANY, "0 by default; tokens of the prompt count too"),
         on_command_line=True,
         setting=Setting(
             _REPETITION,
@@ -296,7 +299,7 @@ class SamplingConfig:
         looks_back=True,
         text_names=("frequency_penalty", "sampling_param_frequency_penalty"),
         body=BodyField(of_openai=True),
-        executor=ExecutorField(_ANY, "0 by default; the prompt counts"),
+        executor=ExecutorField(_ANY, "0 by default; tokens of the prompt count too"),
         on_command_line=True,
         setting=Setting(
             _REPETITION, "Tokens become less likely each time that the prompt or the answer has used them."
@@ -333,7 +336,7 @@ class SamplingConfig:
         looks_back=True,
         bans=True,
         body=BodyField(0, {"ge": 0, "le": MAX_INT32}),
-        executor=ExecutorField(_at_least(0), "off by default; 0 and 1 << 30 are off"),
+        executor=ExecutorField(_at_least(0), "off by default; 0 and 1 << 30 mean off"),
         on_command_line=True,
     )
     length_penalty: float = _declare(
