@@ -309,7 +309,7 @@ _PARTS_OF_CONFIGURATION = [
     ),
     *_of(
         KvCacheConfig,
-        enable_block_reuse=_works("a block is found by the content of the whole prefix that it ends"),
+        enable_block_reuse=_works("blocks are found by their tokens and all tokens before them"),
         max_tokens=_works("rounded down to whole blocks; must be enough for one block for each sequence"),
         max_attention_window=_works("limits attention, but saves no memory"),
         sink_token_length=_works("these tokens count as part of the window"),
