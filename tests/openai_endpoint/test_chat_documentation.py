@@ -43,7 +43,7 @@ def test_the_page_has_the_table_of_formats() -> None:
         text = " ".join(write_calls(name, [("f", {"a": 1}), ("g", {"b": "x"})]).split())
         mark = "````" if "`" in text else "`"
         rows.append(f"| `{name}` | {mark}{text.replace('|', chr(92) + '|')}{mark} | {form.models} |")
-    begin, end = PAGE.index("| parser |"), PAGE.index("\n\n- **Calls are streamed**")
+    begin, end = PAGE.index("| parser |"), PAGE.index("\n\n- **A call is streamed**")
     page = PAGE[:begin] + "\n".join(rows) + PAGE[end:]
     if os.environ.get("UPDATE_TABLES"):
         (ROOT / "docs" / "chat.md").write_text(page, encoding="utf-8")
