@@ -113,7 +113,7 @@ class Caller:
 
     def run(self, *arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, *arguments]
-        options = {"capture_output": True, "text": True, "timeout": 60, "env": self.environment, **more}
+        options = {"capture_output": True, "text": True, "timeout": 300, "env": self.environment, **more}
         return subprocess.run(command, **options)
 
     def find(self, *calls: tuple[Any, ...], **environment: str) -> list[dict[str, str]]:
