@@ -250,6 +250,18 @@ def test_a_missing_tokenizer_is_a_warning(tmp_path: Path) -> None:
     assert "no tokenizer.json: only requests with token ids are served" in warning
 
 
+def test_a_damaged_tokenizer(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    shutil.copytree(DEMO_MODEL, folder)
+    file = folder / "tokenizer.json"
+    os.truncate(file, 500)
+    said = f"{file} is damaged: "
+    assert problem(folder).startswith(said)
+    assert problem(DEMO_MODEL, settings={"tokenizer_dir": str(folder)}).startswith(said)
+    file.unlink()
+    assert not list(preflight.problems(ServerOptions(wanted=Wanted(folder))))
+
+
 def test_missing_and_damaged_weights(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     shutil.copytree(DEMO_MODEL, folder)

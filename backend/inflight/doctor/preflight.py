@@ -84,6 +84,7 @@ def problems(options: ServerOptions, root: Path = Path("/")) -> Iterator[str]:
         or _too_few_tokens(engine)
         or _memory(options, engine, root)
         or _weights(options, engine)
+        or _tokenizer(options)
         or _head(options)
         or _draft_folder(engine)
     )
@@ -295,6 +296,18 @@ def _memory(options: ServerOptions, engine: EngineConfig | None, root: Path) -> 
         f"{folder} has {needed / _GIB:.1f} GiB of weights, and {free / _GIB:.1f} GiB of memory are available: "
         f"take {ways}"
     )
+
+
+def _tokenizer(options: ServerOptions) -> str | None:
+    """Return why tokenizer.json is damaged, for example by an interrupted download."""
+    folder = options.wanted.settings.get("tokenizer_dir") or options.wanted.model
+    if folder is None or not (file := Path(folder, "tokenizer.json")).is_file():
+        return None
+    try:
+        json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        return f"{file} is damaged: {error}. Download it again, or remove it to serve requests with token ids only"
+    return None
 
 
 def _head(options: ServerOptions) -> str | None:
