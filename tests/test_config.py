@@ -285,7 +285,7 @@ BAD = [
     ("batch_scheduler_policy", "static_batch", "guaranteed_no_evict or max_utilization"),
     ("context_chunking_policy", "fair", "first_come_first_served or equal_progress"),
     ("schedule_policy", "priority", "fcfs or lpm"),
-    ("max_attention_window_size", "512,0", "integers >= 1 with commas between"),
+    ("max_attention_window_size", "512,0", "integers >= 1, separated by commas"),
     ("sink_token_length", "-1", "an integer >= 0"),
     ("max_queue_size", "-1", "an integer >= 0"),
     ("watchdog_timeout_ms", "1 s", "an integer >= 0"),
@@ -326,9 +326,9 @@ BAD = [
     ("eagle_choices", "{}", "{0}, {0, 0}"),
     ("eagle_choices", "{0", "{0}, {0, 0}"),
     ("eagle_choices", ", ".join(f"{{{', '.join('0' * n)}}}" for n in range(1, 66)), "{0}, {0, 0}"),
-    ("lora_adapters", "/adapters/a", "different names, each followed by = and a folder"),
-    ("lora_adapters", "a=/x,=/y", "different names, each followed by = and a folder"),
-    ("lora_adapters", "a=/x,a=/y", "different names, each followed by = and a folder"),
+    ("lora_adapters", "/adapters/a", "names, each used once and followed by = and a folder"),
+    ("lora_adapters", "a=/x,=/y", "names, each used once and followed by = and a folder"),
+    ("lora_adapters", "a=/x,a=/y", "names, each used once and followed by = and a folder"),
     ("lora_weights_data_type", "FP32", "TYPE_FP16 or TYPE_BF16 or TYPE_FP32"),
 ]
 

@@ -89,13 +89,13 @@ _MODELS = ENGINE_ONLY | _FRONT_END
 _PREPROCESSING = frozenset({Role.PREPROCESSING})
 _ALL = frozenset(Role)
 _OUTPUTS = ParameterKind(
-    f"different ones of {OUTPUT_NAMES} with commas between; :context after a name returns it for the "
-    "prompt's tokens too",
+    f"any of {OUTPUT_NAMES}, each at most once, separated by commas; :context after a name returns it for "
+    "the prompt's tokens too",
     parse_outputs,
     lambda value: all(isinstance(each, WantedOutput) for each in value) and are_distinct(value),
 )
 _DEBUG_TENSORS = ParameterKind(
-    f"some of {', '.join(DEBUG_INPUTS + DEBUG_OUTPUTS)} with commas between",
+    f"any of {', '.join(DEBUG_INPUTS + DEBUG_OUTPUTS)}, separated by commas",
     NAMES.convert,
     lambda value: set(value) <= {*DEBUG_INPUTS, *DEBUG_OUTPUTS},
 )
@@ -167,7 +167,8 @@ class SchedulingConfig:
         CapacityPolicy.GUARANTEED_NO_EVICT,
         # Static batching is chosen by gpt_model_type, not by this parameter.
         member(CapacityPolicy, CapacityPolicy.STATIC_BATCH),
-        "which sequences may hold KV blocks",
+        "guaranteed_no_evict: a sequence starts when KV blocks for its whole length can be reserved; "
+        "max_utilization: it starts when its prompt fits, and may be paused later",
         key="batch_scheduler_policy",
         behind="gpt_model_type",
     )
@@ -175,26 +176,34 @@ class SchedulingConfig:
     context_chunking_policy: ChunkingPolicy = parameter(
         ChunkingPolicy.FIRST_COME_FIRST_SERVED,
         member(ChunkingPolicy),
-        "which split prompts get the remaining tokens of an iteration",
+        "which split prompts get the remaining tokens of an iteration; first_come_first_served: the oldest "
+        "gets as many as it needs, then the next oldest; equal_progress: each gets one block of tokens in "
+        "turn",
     )
     schedule_policy: SchedulePolicy = parameter(
         SchedulePolicy.FCFS,
         member(SchedulePolicy),
-        "which waiting request of one client and priority starts first: fcfs: the oldest; lpm: the one with the "
-        "longest cached prefix",
+        "which waiting request of one client and priority starts first; fcfs: the oldest; lpm: the one with "
+        "the longest cached prefix",
     )
-    enable_kv_cache_reuse: bool = parameter(True, BOOLEAN, "share KV blocks of equal prefixes")
+    enable_kv_cache_reuse: bool = parameter(
+        True, BOOLEAN, "reuse KV blocks of earlier sequences with the same prefix (prefix caching)"
+    )
     kv_cache_onboard_blocks: bool = parameter(
-        True, BOOLEAN, "copy saved KV blocks back into the cache; false: they are only saved"
+        True,
+        BOOLEAN,
+        "copy saved KV blocks back into the cache when prompts need them; false: blocks are "
+        "saved but never copied back",
     )
     secondary_offload_min_priority: int = parameter(
-        30, integer(0), "KV blocks of lower retention priority are not saved in host memory or files"
+        30, integer(0), "lowest retention priority of the KV blocks that are saved in host memory or files"
     )
     max_num_tokens: int = parameter(8192, integer(1), "maximum number of tokens in one iteration")
     max_queue_size: int = parameter(
         0,
         integer(0),
-        "maximum number of sequences that wait for a slot, further ones are refused; 0: no limit",
+        "maximum number of waiting sequences; a request is refused if so many of its priority or a higher "
+        "one wait; 0: no limit",
     )
     max_beam_width: int | None = parameter(
         None, integer(1), "maximum number of beams of a beam search; default: max_batch_size"
@@ -202,15 +211,17 @@ class SchedulingConfig:
     max_sequences_per_request: int = parameter(
         2048,
         integer(1),
-        "maximum number of sequences of one request or body: its prompts times num_return_sequences",
+        "maximum number of sequences of one request, which is its number of prompts times "
+        "num_return_sequences",
     )
     speculative_decoding_mode: Speculation | None = parameter(
         None,
         SPECULATION,
-        "guess up to K next tokens of each sequence from its own (prompt-lookup, 8), also from recent answers "
-        "(suffix, 8), by the checkpoint's draft head, or Gemma 4's in speculative_model_dir (mtp, 1), "
-        "or by an EAGLE-3 head in speculative_model_dir (eagle3, 3); default: prompt lookup, for requests that "
-        "ask for it",
+        "draft up to K next tokens of each sequence; prompt-lookup (K is 8 if not given): from the "
+        "sequence's own tokens; suffix (8): also from recent answers; mtp (1): by the checkpoint's draft "
+        "head, or by Gemma 4's in speculative_model_dir; eagle3 (3): by the EAGLE-3 head in "
+        "speculative_model_dir; none, the default: no drafts, except by prompt lookup for requests that ask "
+        "for them",
     )
     speculative_model_dir: str | None = parameter(
         None,
@@ -221,8 +232,8 @@ class SchedulingConfig:
     eagle_choices: int | None = parameter(
         None,
         CHOICES,
-        "draft tree of an EAGLE-3 or MTP head, which must be a chain: the number of choices is K of "
-        "speculative_decoding_mode",
+        "draft tree of an EAGLE-3 or MTP head, as in TensorRT-LLM; only a chain is accepted, and its length "
+        "sets K of speculative_decoding_mode",
     )
     max_num_requests: int = -1
     sequences_per_iteration: int = SEQUENCES_PER_ITERATION
@@ -304,15 +315,16 @@ class EngineConfig:
     dtype: str | None = parameter(
         None,
         choice("float32", "bfloat16", "float16", "int8", "fp8"),
-        "data type of weights and KV cache; int8 and fp8: of weights only, the rest is bfloat16; "
-        "default: the checkpoint's",
+        "data type of weights and KV cache; with int8 and fp8 only the weights have this type, and the rest "
+        "is bfloat16; default: the checkpoint's",
         behind="tokenizer_dir",
     )
     implementation: str | None = parameter(
         None,
         choice("torch", "transformers", "tensorrt"),
-        "torch: the layers of this server; transformers: the library's code, slower, for all other families; "
-        "tensorrt: plans of scripts/build; default: by the checkpoint's family",
+        "torch: this server's own layers; transformers: the code of Hugging Face transformers, which is "
+        "slower and runs all other families; tensorrt: plans that scripts/build made; default: depends on "
+        "the checkpoint's family",
         key="engine",
     )
     engine_dir: str | None = parameter(
@@ -329,11 +341,11 @@ class EngineConfig:
     weights: str = parameter(
         "memory",
         choice("memory", MMAP),
-        "mmap: compiled layers map their packed matrices from a file in the user's cache, which their first load "
-        "writes",
+        "memory: load the weights into memory; mmap: the first load writes the packed weights of compiled "
+        "layers to a file in the user's cache, and later loads map it",
     )
     cuda_graph_mode: bool = parameter(
-        True, BOOLEAN, "on a GPU, record iterations of up to 1,024 rows and replay them"
+        True, BOOLEAN, "on a GPU, run iterations of up to 1,024 rows as CUDA graphs"
     )
     max_sequence_length: int | None = parameter(
         None,
@@ -344,59 +356,70 @@ class EngineConfig:
     max_attention_window_size: tuple[int, ...] = parameter(
         (),
         WINDOWS,
-        "tokens that a layer attends to: one number, or several that are repeated over the layers; default: all",
+        "number of last tokens that a layer attends to: one number, or several, which are repeated over the "
+        "layers; default: all tokens",
     )
     sink_token_length: int = parameter(
-        0, integer(0), "number of first tokens that stay in every window, as part of it"
+        0, integer(0), "number of first tokens that stay in every attention window and count towards its size"
     )
     tokens_per_block: int = parameter(32, integer(1), "tokens per KV cache block")
     kv_cache_dtype: str = parameter(
         "auto",
         choice("auto", INT8, FP8),
-        "dtype of stored keys and values: int8 and fp8 (e4m3) round them and halve the memory; auto: dtype",
+        "data type of stored keys and values; int8 and fp8 (e4m3): rounded, which takes about half of the "
+        "memory; auto: not rounded",
     )
     max_tokens_in_paged_kv_cache: int | None = parameter(
-        None, integer(1), "size of the KV cache in tokens; default: by the fraction of free memory"
+        None,
+        integer(1),
+        "size of the KV cache in tokens; default: as many as fit into the fraction of free memory",
     )
     kv_cache_host_memory_bytes: int = parameter(
         0,
         integer(0),
-        "host memory for KV blocks that the GPU's cache has no room for; on a CPU it is added to the cache",
+        "host memory for KV blocks that the GPU's cache has no room for; on a CPU this memory is added to "
+        "the cache",
     )
     recurrent_state_snapshots: int | None = parameter(
         None,
         integer(0),
-        "number of recurrent states saved for prefix reuse; default: twice max_batch_size",
+        "number of copies of recurrent states that are kept for prefix reuse; default: twice max_batch_size",
     )
     kv_cache_free_gpu_mem_fraction: float = parameter(
-        0.9, share(above=True), "fraction of free GPU memory for the KV cache"
+        0.9,
+        share(above=True),
+        "how much of the GPU memory that is free after loading the weights becomes KV cache, as a fraction",
     )
     kv_cache_free_cpu_mem_fraction: float = parameter(
-        0.5, share(above=True), "fraction of free memory for the KV cache, on a CPU"
+        0.5,
+        share(above=True),
+        "how much of the memory that is free after loading the weights becomes KV cache on a CPU, as a "
+        "fraction",
     )
     lora_cache_optimal_adapter_size: int = parameter(
         8,
         integer(1),
-        "number of ranks in a page of device memory for LoRA adapters",
+        "LoRA rank for which one page of adapter memory on the device has room",
         behind="guided_decoding_max_guide_bytes",
     )
-    lora_cache_max_adapter_size: int = parameter(64, integer(1), "largest rank of a LoRA adapter")
+    lora_cache_max_adapter_size: int = parameter(64, integer(1), "highest rank of a LoRA adapter")
     lora_cache_gpu_memory_fraction: float | None = parameter(
         None,
         share(),
-        "fraction of the memory that LoRA adapters get, of what is free after loading weights; 0: no adapters; "
-        "default: 0.05, or 0 if that is too little for one adapter",
+        "how much of the device memory that is free after loading the weights is used for LoRA adapters, as "
+        "a fraction; 0: no adapters; default: 0.05, or 0 if that is too little for one adapter",
     )
     normalize_log_probs: bool = parameter(
         False,
         BOOLEAN,
-        "output_log_probs are those of the distribution that a token was sampled from, not the model's own",
+        "return as output_log_probs those of the distribution that a token was sampled from, not the model's "
+        "own",
         behind="exclude_input_in_output",
     )
     engine_threads: int | None = parameter(
         None,
         integer(1),
-        "number of threads of a rank's forward pass; default: by its cores and processor quota",
+        "number of threads of a rank's forward pass; default: depends on the rank's cores and processor quota",
         behind="engine_endpoint",
     )
     additional_model_outputs: tuple[WantedOutput, ...] = parameter(
@@ -424,7 +447,7 @@ class EngineConfig:
     debug_tensors_max_iterations: int = parameter(
         0,
         integer(0),
-        "number of iterations whose debug tensors are kept in memory instead of files; 0: files",
+        "number of iterations whose debug tensors are kept in memory; 0: they are written to files",
         behind="debug_tensor_names",
     )
     debug_tensors_dir: str = parameter(
@@ -482,15 +505,16 @@ class Parameters:
     gpt_model_type: str = parameter(
         "inflight_fused_batching",
         choice("V1", "inflight_batching", "inflight_fused_batching", any_case=True),
-        "V1 ends a batch before it starts the next; the others are in-flight batching, context and generation in "
-        "one forward pass",
+        "V1: static batching, in which a batch ends before the next one starts; the other two: in-flight "
+        "batching, with context and generation in one forward pass",
         template="batching_strategy",
         complaint="{key} value of {text!r} is not supported",
     )
     exclude_input_in_output: bool | None = parameter(
         None,
         BOOLEAN,
-        "leave the prompt out unless a request says otherwise; default: that of tensorrt_llm, or false",
+        "leave the prompt out of the output unless a request says otherwise; default: the value of the model "
+        "tensorrt_llm, which is false if not set",
         _MODELS,
     )
     ignored_request_parameters: tuple[str, ...] = parameter(
@@ -500,7 +524,7 @@ class Parameters:
         _ALL,
     )
     default_end_ids: tuple[int, ...] = parameter(
-        (), TOKEN_IDS, "end ids of requests that send token ids but no end_id"
+        (), TOKEN_IDS, "end token ids for requests that send token ids but no end_id"
     )
     receipt_key_file: str | None = parameter(
         None,
@@ -511,7 +535,8 @@ class Parameters:
     kv_cache_dir: str | None = parameter(
         None,
         TEXT,
-        "folder in which KV blocks are saved, to be found again after a restart; default: they are not saved",
+        "folder in which KV blocks are saved, so that they can be reused after a restart; default: none are "
+        "saved",
         behind="receipt_key_file",
     )
     kv_cache_disk_bytes: int = parameter(
@@ -526,43 +551,50 @@ class Parameters:
     kv_events_config: KvEventsConfig | None = parameter(
         None,
         KV_EVENTS,
-        "publish KV cache events by ZeroMQ, in vLLM's format: JSON with the names of its --kv-events-config; "
-        "default: they are not published",
+        "publish KV cache events by ZeroMQ in vLLM's format; the value is JSON with the fields of vLLM's "
+        "--kv-events-config; default: none are published",
         behind="kv_cache_max_age_s",
     )
     otlp_traces_endpoint: str | None = parameter(
         None,
         URL,
-        "where OpenTelemetry spans of all requests are sent to, by OTLP over HTTP; default: none are recorded",
+        "address to which OpenTelemetry spans of all requests are sent, by OTLP over HTTP; default: none are "
+        "sent",
         behind="kv_events_config",
     )
     cancellation_check_period_ms: int = parameter(
-        20, integer(1), "how often each request is checked for cancellation", _MODELS
+        20, integer(1), "milliseconds between two checks of whether requests were cancelled", _MODELS
     )
     stream_interval: int = parameter(
         1,
         integer(1),
-        "number of tokens in a streamed response, except the first and the last; more leave the model more time",
+        "number of tokens in a streamed response, except the first and the last; with a larger number, "
+        "sending takes less processor time from the model",
         _MODELS,
     )
     repeat_log_probs: bool = parameter(
         True,
         BOOLEAN,
-        "each response of a stream has output_log_probs of all tokens so far; false: of its own tokens only",
+        "each response of a stream has output_log_probs of all tokens so far; false: only of its own tokens",
         _MODELS,
     )
     max_repeated_logits_bytes: int = parameter(
         8 << 20,
         integer(0),
-        "context_logits up to this size are in every response of a stream, larger ones only in the first",
+        "maximum size in bytes of context_logits that are repeated in every response of a stream; larger "
+        "ones are only in the first",
         _MODELS,
     )
-    stats_check_period_ms: int = parameter(100, integer(1), "how often statistics are published")
+    stats_check_period_ms: int = parameter(
+        100, integer(1), "milliseconds between two publications of statistics"
+    )
     iter_stats_max_iterations: int = parameter(
-        1000, integer(0), "number of iterations whose statistics are kept for fetching"
+        1000, integer(0), "number of iterations whose statistics are kept until they are fetched"
     )
     request_stats_max_iterations: int = parameter(
-        0, integer(0), "number of iterations whose statistics of requests are kept for fetching"
+        0,
+        integer(0),
+        "number of iterations whose statistics of single requests are kept until they are fetched",
     )
     enable_state_requests: bool = parameter(
         False, BOOLEAN, "let clients read what is queued, running and cached"
@@ -570,18 +602,21 @@ class Parameters:
     logits_post_processor_module: str | None = parameter(
         None,
         TEXT,
-        "Python module, or path of a .py file, whose functions requests may name to change their logits",
+        "Python module, or path of a .py file, with logits post-processors: functions that requests may name",
     )
     record_path: str | None = parameter(
-        None, TEXT, "file to which requests and decisions are recorded for a replay"
+        None, TEXT, "file to which requests and the scheduler's decisions are recorded for a replay"
     )
     watchdog_timeout_ms: int = parameter(
-        60000, integer(0), "an iteration that takes longer is reported as hung; 0: off"
+        60000,
+        integer(0),
+        "milliseconds after which an iteration that has not ended is reported as hanging; 0: off",
     )
     hang_timeout_ms: int = parameter(
         120000,
         integer(0),
-        "an iteration that takes longer ends the engine, which is started again; 0: off",
+        "milliseconds after which an iteration that has not ended makes the engine end and start again; 0: "
+        "off",
         behind="watchdog_timeout_ms",
     )
     engine_endpoint: str | None = parameter(
@@ -589,23 +624,23 @@ class Parameters:
     )
     tensor_parallel_size: int = parameter(1, integer(1), "number of ranks that share every layer")
     pipeline_parallel_size: int = parameter(
-        1, integer(1), "number of stages between which the layers are divided"
+        1, integer(1), "number of pipeline stages among which the layers are divided"
     )
     moe_expert_parallel_size: int = parameter(
         1,
         integer(1),
-        "number of groups of tensor-parallel ranks, each of which has some of the experts; divides "
+        "number of groups of tensor-parallel ranks; each group has a part of the experts; must divide "
         "tensor_parallel_size",
     )
     launch_mode: str | None = parameter(
         None,
         choice("in_process", "leader", "orchestrator"),
-        "in_process: no ranks; leader: mpirun or srun starts tritonserver and ranks; orchestrator: the model; "
-        "default: chosen automatically",
+        "in_process: one rank, in the model's process; leader: mpirun or srun starts tritonserver and the "
+        "ranks; orchestrator: the model starts the ranks; default: chosen automatically",
     )
     mpirun_arguments: str | None = parameter(None, TEXT, "further arguments for mpirun, in a shell's syntax")
     rank_timeout_ms: int = parameter(
-        5000, integer(100), "a rank without a heartbeat for longer counts as lost"
+        5000, integer(100), "milliseconds without a heartbeat after which a rank counts as lost"
     )
     gpu_device_ids: tuple[int, ...] = parameter(
         (), DEVICES, "GPUs to use, one for each rank of a host; default: the first"
@@ -613,17 +648,23 @@ class Parameters:
     prompt_embedding_table_data_type: str = parameter(
         "TYPE_FP16",
         DATA_TYPES,
-        "data type of the input prompt_embedding_table, which may have one type only",
+        "data type of the input prompt_embedding_table; Triton accepts no other type",
         _MODELS,
     )
     tensorrt_llm_model_name: str = parameter(
-        "tensorrt_llm", TEXT, "the model that holds the engine", _FRONT_END, template_value="tensorrt_llm"
+        "tensorrt_llm", TEXT, "name of the model with the engine", _FRONT_END, template_value="tensorrt_llm"
     )
     tensorrt_llm_draft_model_name: str | None = parameter(
-        None, TEXT, "the model that drafts tokens for requests with num_draft_tokens; default: none", _BLS
+        None,
+        TEXT,
+        "name of the model that drafts tokens for requests with num_draft_tokens; default: none",
+        _BLS,
     )
     draft_engine_endpoint: str | None = parameter(
-        None, TEXT, "path of the draft model's socket, if its engine_endpoint is set", _BLS
+        None,
+        TEXT,
+        "path of the draft model's socket; needed if the draft model's engine_endpoint is set",
+        _BLS,
     )
     accumulate_tokens: bool = parameter(
         False, BOOLEAN, "each response of a stream has the whole text so far; false: only the new text", _BLS
@@ -635,7 +676,7 @@ class Parameters:
         _MODELS | _PREPROCESSING,
     )
     skip_special_tokens: bool = parameter(
-        True, BOOLEAN, "leave special tokens out of text", _MODELS | {Role.POSTPROCESSING}
+        True, BOOLEAN, "leave special tokens out of the output text", _MODELS | {Role.POSTPROCESSING}
     )
     guided_decoding_backend: str = parameter(
         "llguidance",
@@ -643,25 +684,28 @@ class Parameters:
         "library for guided decoding; xgrammar must be installed: .venv/bin/pip install -e '.[guided-xgrammar]'",
     )
     guided_decoding_compile_timeout_ms: int = parameter(
-        5000, integer(1), "a guide that takes longer to compile is refused"
+        5000,
+        integer(1),
+        "maximum time to compile a guide, in milliseconds; a guide that takes longer is refused",
     )
     guided_decoding_max_guide_bytes: int = parameter(65536, integer(1), "maximum size of a guide in bytes")
     lora_cache_host_memory_bytes: int | None = parameter(
         None,
         integer(1),
-        "host memory for LoRA adapters, and as much again for weights that wait to be stored; default: 1 GiB, "
-        "or the size of one adapter of the largest rank if that is more",
+        "host memory for LoRA adapters; weights that wait to be stored may take as much again; default: 1 "
+        "GiB, or the size of one adapter of the highest rank if that is more",
     )
     lora_prefetch_dir: str | None = parameter(
         None,
         TEXT,
-        "folder of adapters that are read at the start; an adapter that was dropped is read again when a request "
-        "names it. Each has a folder, named by its task id, with two .npy files",
+        "folder of adapters that are read at the start; an adapter that was evicted is read again when a "
+        "request names it; each adapter is a folder with two .npy files, named by its task id",
     )
     lora_dir: str | None = parameter(
         None,
         TEXT,
-        "folder of PEFT folders that requests may name; read on first use; may be added at any time",
+        "folder that contains PEFT folders, which requests may name; they are read on first use, and may be "
+        "added at any time",
     )
     lora_adapters: tuple[tuple[str, str], ...] = parameter(
         (), NAMED_FOLDERS, "PEFT folders, with the names that requests use for them"
@@ -670,13 +714,13 @@ class Parameters:
     enable_sleep_mode: bool = parameter(
         False,
         BOOLEAN,
-        "let clients make the engine give back the memory of its weights, and of its KV cache or not, and load "
-        "the model again",
+        "let clients put the engine to sleep, which frees the memory of its weights and KV cache, and wake "
+        "it up",
     )
     lora_weights_data_type: str = parameter(
         "TYPE_FP16",
         DATA_TYPES,
-        "data type of the input lora_weights, which may have one type only",
+        "data type of the input lora_weights; Triton accepts no other type",
         _MODELS,
     )
     scheduler: SchedulingConfig = field(default_factory=SchedulingConfig)

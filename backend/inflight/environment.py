@@ -67,7 +67,7 @@ VARIABLES: Mapping[str, Variable] = {
         ),
         Variable(
             "INFLIGHT_CONTROL_KEY",
-            "key of the requests that load and unload models and use [other restricted "
+            "key that clients need to load and unload models and to use [other restricted "
             "APIs](production.md#what-clients-may-do) of Triton",
         ),
         _choice(
@@ -89,8 +89,8 @@ VARIABLES: Mapping[str, Variable] = {
         ),
         Variable(
             "INFLIGHT_CPU_SPIN_US",
-            "microseconds that a [thread](operating.md#processors) of compiled layers spins before it sleeps, 0 "
-            "to 1,000,000; default: 50",
+            "how many microseconds a [thread](operating.md#processors) of compiled layers spins before it "
+            "sleeps, 0 to 1,000,000; default: 50",
             f"0 to {_MAX_SPIN_US} (microseconds)",
             _is_spin,
         ),

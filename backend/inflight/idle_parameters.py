@@ -51,13 +51,13 @@ NO_EFFECT: tuple[ParameterSpec, ...] = (
         replace(
             choice("auto", "top_k", "top_p", "top_k_top_p", "beam_search", "eagle"), instead=OTHER_METHODS
         ),
-        "how tokens are chosen; eagle needs a draft head beside it",
-        "it follows from the controls of each request, and from the draft head",
+        "how tokens are chosen; eagle is accepted only with a draft head",
+        "it follows from each request's sampling parameters and from the draft head",
     ),
     _no_effect(
         "multi_block_mode",
         BOOLEAN,
-        "attention over long contexts by several blocks of threads",
+        "attention over a long context by several GPU thread blocks",
         "it is a switch of TensorRT-LLM's kernels",
     ),
     _no_effect(
@@ -90,21 +90,21 @@ NO_EFFECT: tuple[ParameterSpec, ...] = (
         "hf_model_path",
         TEXT,
         "checkpoint of an image model",
-        "the server's checkpoint encodes pictures",
+        "the server's checkpoint has the vision tower that encodes pictures",
         _PREPROCESSING,
     ),
     _no_effect(
         "multimodal_encoders_name",
         TEXT,
         "model that encodes images",
-        "the model asks the process that encodes pictures itself",
+        "the model itself asks the process that encodes pictures",
         frozenset({Role.BLS}),
     ),
     _no_effect(
         "tokenizer_type",
         TEXT,
         "type of the tokenizer, in older versions of tensorrtllm_backend",
-        "tokenizer.json has the type",
+        "tokenizer.json states the type",
         frozenset({Role.PREPROCESSING, Role.POSTPROCESSING}),
     ),
 )
@@ -112,13 +112,13 @@ NO_EFFECT: tuple[ParameterSpec, ...] = (
 UNBUILT: tuple[ParameterSpec, ...] = (
     _unbuilt("multimodal_model_path", TEXT, "engine of an image model", roles=_PREPROCESSING),
     _unbuilt("visual_model_path", TEXT, "multimodal_model_path in older versions", roles=_PREPROCESSING),
-    _unbuilt("encoder_model_path", TEXT, "encoder", template="encoder_engine_dir"),
+    _unbuilt("encoder_model_path", TEXT, "engine of an encoder", template="encoder_engine_dir"),
     _unbuilt("cross_kv_cache_fraction", share(), "KV cache share of an encoder", 0.0),
     _unbuilt("enable_trt_overlap", BOOLEAN, "deprecated", False),
     _unbuilt("recv_poll_period_ms", integer(0), "interval at which the leader polls", 0),
     _unbuilt("participant_ids", TEXT, "MPI ranks"),
     _unbuilt("num_nodes", integer(1), "nodes of an orchestrator", 1),
-    _unbuilt("speculative_decoding_fast_logits", BOOLEAN, "draft logits over MPI", False),
+    _unbuilt("speculative_decoding_fast_logits", BOOLEAN, "transfer of draft logits over MPI", False),
     _unbuilt("lookahead_window_size", integer(0), "lookahead decoding", 0, instead=FROM_EARLIER_TOKENS),
     _unbuilt("lookahead_ngram_size", integer(0), "lookahead decoding", 0, instead=FROM_EARLIER_TOKENS),
     _unbuilt(
@@ -130,8 +130,8 @@ UNBUILT: tuple[ParameterSpec, ...] = (
         "draft tree of Medusa heads",
         instead=OTHER_METHODS["medusa"],
     ),
-    _unbuilt("gpu_weights_percent", share(), "weights kept on the GPU", 1.0),
+    _unbuilt("gpu_weights_percent", share(), "fraction of the weights that is kept on the GPU", 1.0),
     _unbuilt("enable_context_fmha_fp32_acc", BOOLEAN, "TensorRT engines", False),
     _unbuilt("cuda_graph_cache_size", integer(0), "TensorRT engines", 0),
-    _unbuilt("xgrammar_tokenizer_info_path", TEXT, "grammars"),
+    _unbuilt("xgrammar_tokenizer_info_path", TEXT, "file with xgrammar's description of the tokenizer"),
 )

@@ -323,16 +323,17 @@ URL = ParameterKind(
     str,
     lambda value: value.startswith(("http://", "https://")),
 )
-TOKEN_IDS = _integers("token ids >= 0 with commas between", 0)
-WINDOWS = _integers("integers >= 1 with commas between", 1)
-DEVICES = _integers("numbers >= 0 with commas between", 0)
+TOKEN_IDS = _integers("token ids >= 0, separated by commas", 0)
+WINDOWS = _integers("integers >= 1, separated by commas", 1)
+DEVICES = _integers("numbers >= 0, separated by commas", 0)
 NAMED_FOLDERS = ParameterKind(
-    "different names, each followed by = and a folder, with commas between: a=/folder/of/a,b=/folder/of/b",
+    "names, each used once and followed by = and a folder, separated by commas: "
+    "a=/folder/of/a,b=/folder/of/b",
     _named_folders,
     lambda value: len({name for name, _ in value}) == len(value),
 )
 NAMES = ParameterKind(
-    "names with commas between", lambda text: tuple(part.strip() for part in text.split(",")), all
+    "names, separated by commas", lambda text: tuple(part.strip() for part in text.split(",")), all
 )
 
 

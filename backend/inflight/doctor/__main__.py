@@ -81,7 +81,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Check whether this machine can serve: green, yellow or red, with fixes. Starts nothing.",
     )
     add = parser.add_argument
-    add_checkpoint(parser, "checkpoint or GGUF file to check: can it be loaded, and does it fit?")
+    add_checkpoint(
+        parser, "checkpoint or GGUF file to check: whether it can be loaded, and whether it fits into memory"
+    )
     add("--set", metavar="KEY=VALUE", type=setting, action="append", default=[], help="as for scripts/serve")
     add("--host", default="127.0.0.1", help="as for scripts/serve")
     for service, default in _PORTS.items():

@@ -126,31 +126,32 @@ def _add_model_arguments(add: Callable[..., argparse.Action]) -> None:
         "--tool-call-parser",
         choices=TOOL_CALL_PARSERS,
         default="auto",
-        help="the form of the model's tool calls (default: auto, as in the chat template; none: tool "
-        "calls are text)",
+        help="the form in which the model writes tool calls; none: tool calls stay text (default: auto, as "
+        "in the chat template)",
     )
     add(
         "--reasoning-parser",
         choices=REASONING_PARSERS,
         default="auto",
-        help="how the model marks its reasoning before the answer (default: auto, as in the chat template; "
-        "none: reasoning is part of the answer)",
+        help="how the model marks its reasoning before the answer; none: reasoning stays part of the answer "
+        "(default: auto, as in the chat template)",
     )
     add(
         "--default-max-tokens",
         metavar="N",
         type=_count,
-        help="maximum number of tokens of an answer without max_tokens (default: 16 for completions, all "
-        "that fit for chats)",
+        help="maximum number of tokens of an answer whose request sets no max_tokens (default: 16 for "
+        "completions, all that fit for chats)",
     )
 
     add(
         "--convert",
         choices=CONVERSIONS,
         default="auto",
-        help="embed: serve the model for /v1/embeddings; classify: for /v1/rerank and /v1/score; none: for text; "
-        "auto: for /v1/classify if it is a checkpoint for sequence classification, for /v1/embeddings if it has a "
-        "pooling of sentence-transformers, otherwise for text (default: auto)",
+        help="what the model is served for; embed: /v1/embeddings; classify: /v1/rerank and /v1/score; none: "
+        "text generation; auto: /v1/classify for checkpoints for sequence classification, "
+        "/v1/embeddings for those with a pooling of sentence-transformers, otherwise text generation "
+        "(default: auto)",
     )
 
 
@@ -184,15 +185,15 @@ def _add_listening_arguments(add: Callable[..., argparse.Action]) -> None:
         metavar="N",
         type=_number,
         default=MAX_STORED_RESPONSES,
-        help="largest number of responses of /v1/responses that are kept for previous_response_id; "
-        "the oldest are dropped, 0 keeps none (default: %(default)s)",
+        help="maximum number of responses of /v1/responses that are kept for previous_response_id; the "
+        "oldest are dropped; 0: none are kept (default: %(default)s)",
     )
     add(
         "--max-stored-responses-size",
         metavar="SIZE",
         type=_size,
         default=MAX_STORED_BYTES,
-        help="largest size of the kept responses with their conversations, such as 500M (default: 64M)",
+        help="maximum size of the kept responses with their conversations, such as 500M (default: 64M)",
     )
     add(
         "--response-store",
@@ -210,7 +211,7 @@ def _add_listening_arguments(add: Callable[..., argparse.Action]) -> None:
         "--ssl-keyfile",
         metavar="FILE",
         type=_file,
-        help="private key of that certificate (default: in its file)",
+        help="private key of the certificate (default: in the file of --ssl-certfile)",
     )
 
 
@@ -219,7 +220,7 @@ def _add_batch_arguments(add: Callable[..., argparse.Action]) -> None:
         "--batch-dir",
         metavar="DIR",
         type=_folder,
-        help="keep the files of /v1/files in this folder, and run the batches of /v1/batches, which go on after a "
+        help="folder for the files of /v1/files and the state of /v1/batches, whose batches go on after a "
         "restart; without it these routes are refused",
     )
     add(
@@ -227,15 +228,15 @@ def _add_batch_arguments(add: Callable[..., argparse.Action]) -> None:
         metavar="SIZE",
         type=_size,
         default=MAX_BATCH_BYTES,
-        help="largest size of --batch-dir, such as 500M (default: 1G)",
+        help="maximum size of --batch-dir, such as 500M (default: 1G)",
     )
     add(
         "--batch-concurrency",
         metavar="N",
         type=_count,
         default=CONCURRENCY,
-        help="number of requests of batches in flight, which should be lower than the number of slots "
-        "(default: %(default)s)",
+        help="maximum number of requests of batches in flight; should be lower than max_batch_size (default: "
+        "%(default)s)",
     )
 
 

@@ -62,7 +62,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         type=setting,
         action="append",
         default=[],
-        help="a parameter (docs/settings.md lists them); may be repeated",
+        help="set a parameter of docs/settings.md; may be repeated",
     )
 
 
@@ -72,10 +72,10 @@ def _add_draft_options(parser: argparse.ArgumentParser) -> None:
         "--speculate",
         metavar="METHOD[:K]",
         type=value_of(SPECULATION),
-        help="draft up to K tokens of each sequence: prompt-lookup, from its own tokens; suffix, also from recent "
-        "answers; mtp, by the checkpoint's draft head or that of --draft-model; eagle3, by the head of "
-        "--draft-model; none, only if a "
-        "request asks for it (default: none; K: 8, for mtp 1, for eagle3 3)",
+        help="draft up to K tokens of each sequence; prompt-lookup: from the sequence's own tokens; suffix: "
+        "also from recent answers; mtp: by the checkpoint's draft head or that of --draft-model; "
+        "eagle3: by the head of --draft-model; none: only if a request asks for it (default: none; K is "
+        "8, with mtp 1, with eagle3 3)",
     )
     add(
         "--draft-model",
@@ -92,8 +92,8 @@ def _add_kv_cache_options(parser: argparse.ArgumentParser) -> None:
         "--kv-cache-dir",
         metavar="DIR",
         type=folder_name,
-        help="save KV blocks in this folder, where prompts with the same beginning find them again, also after a "
-        "restart",
+        help="save KV blocks in this folder, so that prompts with the same beginning can reuse them, also "
+        "after a restart",
     )
     add(
         "--kv-cache-disk",
@@ -121,7 +121,8 @@ def _add_address_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--no-triton",
         action="store_true",
-        help="serve /v1 only, with the engine in this process: needs no tritonserver, and is not restarted",
+        help="serve only /v1, with the engine in this process; this needs no tritonserver, and nothing is "
+        "restarted after a crash",
     )
 
 
@@ -132,15 +133,16 @@ def _add_running_options(parser: argparse.ArgumentParser) -> None:
         type=seconds,
         default=30,
         metavar="SECONDS",
-        help="seconds for requests in flight when the server shuts down (default: %(default)s)",
+        help="seconds that requests in flight have to finish when the server shuts down (default: "
+        "%(default)s)",
     )
     add(
         "--ready-timeout",
         type=positive,
         default=300,
         metavar="SECONDS",
-        help="seconds without progress after which a start is given up: no line in the log, no file "
-        "read, no memory filled (default: %(default)s)",
+        help="give up a start after this many seconds in which no line is logged, no file is read and no "
+        "memory is filled (default: %(default)s)",
     )
     add(
         "--restarts",
@@ -159,7 +161,7 @@ def _add_running_options(parser: argparse.ArgumentParser) -> None:
         "--model-control",
         choices=("none", "explicit"),
         default="none",
-        help="explicit: models can be unloaded and loaded by requests with the key of "
+        help="explicit: clients can unload and load models, by requests with the key of "
         f"{CONTROL_KEY_VARIABLE} in the header {CONTROL_KEY_HEADER} (default: %(default)s)",
     )
 
@@ -188,8 +190,8 @@ def _add_api_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--allow-shared-memory",
         action="store_true",
-        help="let every client register shared memory of this machine, as perf_analyzer --shared-memory does: it "
-        "can then read and write what the server's processes have in /dev/shm",
+        help="let every client register shared memory of this machine, as perf_analyzer --shared-memory "
+        "does; clients can then read and write what the server's processes have in /dev/shm",
     )
     add("--allow-logging", action="store_true", help="let every client change the settings of Triton's log")
     add("--allow-trace", action="store_true", help="let every client change the settings of Triton's traces")
@@ -203,20 +205,27 @@ def _add_api_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_program_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model-repository", type=Path, default=default_repository(), metavar="DIR", help="models to load")
+    add(
+        "--model-repository",
+        type=Path,
+        default=default_repository(),
+        metavar="DIR",
+        help="folder of the models to load",
+    )
     add(
         "--write-repository",
         type=Path,
         metavar="DIR",
-        help="lay out the models in this new folder, for a tritonserver that another program starts",
+        help="write the model repository to this new folder, for a tritonserver that another program starts; "
+        "start no server",
     )
     add("--tritonserver", type=Path, metavar="PATH", help="use another tritonserver, with its own backends")
     add(
         "--engine",
         choices=("torch", "transformers", "tensorrt"),
-        help="torch: this server's own layers; transformers: the library's code, for any decoder whose attention "
-        "can be replaced; tensorrt: plans that scripts/build wrote (default: torch for families that it has, "
-        "transformers for others)",
+        help="torch: this server's own layers; transformers: the code of Hugging Face transformers, for any "
+        "decoder whose attention can be replaced; tensorrt: plans that scripts/build wrote (default: "
+        "torch for families that it has, transformers for others)",
     )
     add(
         "--engine-dir",
@@ -228,14 +237,24 @@ def _add_program_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_rank_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--tp", type=positive, metavar="N", help="tensor-parallel ranks (default: the repository's, or 1)")
-    add("--pp", type=positive, metavar="M", help="pipeline-parallel ranks (default: the repository's, or 1)")
+    add(
+        "--tp",
+        type=positive,
+        metavar="N",
+        help="number of tensor-parallel ranks (default: as in the model repository, or 1)",
+    )
+    add(
+        "--pp",
+        type=positive,
+        metavar="M",
+        help="number of pipeline-parallel ranks (default: as in the model repository, or 1)",
+    )
     add(
         "--ep",
         type=positive,
         metavar="N",
-        help="number of groups of tensor-parallel ranks, each of which has some of the experts (default: the "
-        "repository's, or 1: every rank has a slice of every expert)",
+        help="number of groups of tensor-parallel ranks; each group has a part of the experts; 1: every rank "
+             "has a slice of every expert (default: as in the model repository, or 1)",
     )
     add(
         "--mode",
@@ -246,5 +265,5 @@ def _add_rank_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--mpirun-arguments",
         metavar="ARGUMENTS",
-        help='further arguments for mpirun, in one argument: --mpirun-arguments="--hostfile hosts"',
+        help='further arguments for mpirun, as one string: --mpirun-arguments="--hostfile hosts"',
     )

@@ -207,7 +207,7 @@ def _end_ids(given: Mapping[str, Any]) -> tuple[int, ...] | None:
         return tuple(int(part) for part in value.split(",")) if value else ()
     except ValueError:
         raise InvalidArgument(
-            f"request parameter {END_IDS} must be a string of token ids with commas between them, got {value!r}"
+            f"request parameter {END_IDS} must be a string of token ids, separated by commas, got {value!r}"
         ) from None
 
 

@@ -267,7 +267,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--quantize",
         choices=QUANTIZED_FORMATS,
-        help="write the projections, or gpt_oss's experts (mxfp4), as checkpoints of this format have them",
+        help="quantize the linear layers, or with mxfp4 the experts of gpt_oss, in this format",
     )
     given = parser.parse_args(arguments)
     if given.quantize and given.family == "gpt2":

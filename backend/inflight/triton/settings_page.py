@@ -26,7 +26,7 @@ FIELDS = (
         "decoupled_mode",
         BOOLEAN,
         True,
-        "a request may have several responses; false: exactly one",
+        "a request may get several responses; false: it gets exactly one",
         frozenset({Role.ENGINE, Role.FRONT_END, Role.BLS}),
     ),
 )
@@ -91,10 +91,11 @@ def settings_reference() -> str:
         for key in keys:
             parts += [*_entry(specs[key]), ""]
     parts += ["## Settings without effect", "", *_idle(spec for spec in PARAMETERS if not spec.built), ""]
-    parts += ["## Environment variables", "", "Of this server:", "", *_variables(), ""]
+    parts += ["## Environment variables", "", "Variables of this server:", "", *_variables(), ""]
     parts += [
-        "Another value is an error of every command and of a model that is loaded, and so is a misspelled name. "
-        "If no name of the table is similar, `inflight serve` gives a warning."
+        "If a variable has a value that is not allowed, or if its name is misspelled, every command fails, "
+        "and so does the load of a model. For other variables whose names begin with `INFLIGHT_`, `inflight "
+        "serve` logs a warning."
     ]
     return "\n".join(parts)
 
@@ -143,7 +144,9 @@ def _idle(specs: Iterator[ParameterSpec]) -> Iterator[str]:
     for spec in specs:
         here = "read by Triton's Python backend only" if spec.read_by_triton else spec.expectation
         values = f" (values: {spec.kind.expected})" if spec.read_by_triton and spec.kind is not TEXT else ""
-        meaning = "place of the tensors that Triton gives to a model" if spec.read_by_triton else spec.meaning
+        meaning = (
+            "whether Triton gives a model its tensors in CPU memory" if spec.read_by_triton else spec.meaning
+        )
         yield f"| `{spec.key}` | {_plain(meaning)} | {_plain(here + values)} |"
 
 

@@ -100,25 +100,34 @@ def _parser() -> argparse.ArgumentParser:
         help="data type of the weights; int4 for 4-bit checkpoints (default: the checkpoint's)",
     )
     add("--max-batch-size", type=positive, default=defaults.max_batch_size, metavar="N",
-        help="sequences at a time; each has its memory for keys and values (default: %(default)s)")  # fmt: skip
+        help="maximum number of sequences at a time; each has its own memory for keys and values (default: "
+             "%(default)s)")  # fmt: skip
     add("--max-seq-len", type=positive, metavar="N",
-        help="tokens of a sequence (default: the model's longest, at most 4096)")  # fmt: skip
+        help="maximum number of tokens of a sequence (default: the model's, at most 4096)")  # fmt: skip
     add("--max-num-tokens", type=positive, default=defaults.max_num_tokens, metavar="N",
-        help="tokens that are computed at a time (default: %(default)s)")  # fmt: skip
+        help="maximum number of tokens that are computed at a time (default: %(default)s)")  # fmt: skip
     add("--max-context-chunks", type=positive, metavar="N",
-        help="context chunks that are computed at a time (default: 8)")  # fmt: skip
+        help="maximum number of context chunks that are computed at a time (default: 8)")  # fmt: skip
     add("--max-lora-rank", type=whole, default=0, metavar="N",
-        help="sum of the ranks of a batch's LoRA adapters; 0: no adapters (default)")  # fmt: skip
+        help="maximum sum of the ranks of a batch's LoRA adapters; 0: no adapters (default)")  # fmt: skip
     add("--additional-output", action="append", default=[], metavar="hidden_states_<i>",
         help="additional output: the hidden states after i layers; may be repeated")  # fmt: skip
     add("--tp", type=positive, default=1, metavar="N", help="tensor-parallel ranks (default: %(default)s)")
-    add("--target", help="portable (default), current, or compute capabilities: sm89, or sm80,sm89")
+    add(
+        "--target",
+        help="GPUs to build for: portable (default), current, or compute capabilities such as "
+        "sm89 or sm80,sm89",
+    )
     add("--attention", choices=("split", "packed"), default=defaults.attention,
-        help="how chunks and generation are computed together; packed is not for tensorrt_rtx "
-        "(default: %(default)s)")  # fmt: skip
+        help="how chunks and generation are computed together; tensorrt_rtx does not support packed "
+             "(default: %(default)s)")  # fmt: skip
     add("--weights", choices=("constants", "inputs"), default=defaults.weights,
         help="where to store the weights: in the plans, or in a separate file (default: %(default)s)")  # fmt: skip
-    add("--module", choices=MODULES, help="the TensorRT to build with (default: the first that is installed)")
+    add(
+        "--module",
+        choices=MODULES,
+        help="the TensorRT package to build with (default: the first that is installed)",
+    )
     return parser
 
 

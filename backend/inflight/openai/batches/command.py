@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         "file",
         type=Path,
         metavar="FILE",
-        help="the requests, one JSON object a line: custom_id, method, url and body",
+        help="file of the requests; each line is a JSON object with custom_id, method, url and body",
     )
     add(
         "--url",
@@ -84,8 +84,9 @@ def _parser() -> argparse.ArgumentParser:
         type=_number,
         default=RETRIES,
         metavar="N",
-        help="how often a request is sent again after the statuses 502, 503 and 504, or without an answer, with "
-        "pauses of up to 30 s; after 429, a full queue, without a limit (default: %(default)s)",
+        help="how often a request is sent again after status 502, 503 or 504 or if there is no answer, with "
+        "pauses of up to 30 s; after status 429 (the queue is full) there is no limit (default: "
+        "%(default)s)",
     )
     add(
         "--api-key-file",
