@@ -254,7 +254,7 @@ def _add_rank_options(parser: argparse.ArgumentParser) -> None:
         type=positive,
         metavar="N",
         help="number of groups of tensor-parallel ranks; each group has a part of the experts; 1: every rank "
-             "has a slice of every expert (default: as in the model repository, or 1)",
+        "has a slice of every expert (default: as in the model repository, or 1)",
     )
     add(
         "--mode",
