@@ -153,7 +153,7 @@ def test_several_end_ids_are_separated_by_commas(value: str, end_ids: tuple[int,
 @pytest.mark.parametrize("value", [[1, 2], 7, "1;2", "1,,2", "two", True])
 def test_invalid_end_ids_are_refused_by_name(value: object) -> None:
     with pytest.raises(
-        InvalidArgument, match=r"^request parameter end_ids must be a string of token ids .*got "
+        InvalidArgument, match=r"^request parameter end_ids must be a string of token ids, .*got "
     ):
         read(end_ids=value)
 
