@@ -174,7 +174,7 @@ def test_only_this_user_reads_the_files(zoo: Zoo, tmp_path: Path) -> None:
 
 def test_an_unknown_name_is_refused_with_the_known_ones(zoo: Zoo) -> None:
     known = "input_ids, positions, sequence_length, logits"
-    with pytest.raises(ConfigError, match=rf"debug_tensor_names is \('weights',\), expected some of {known}"):
+    with pytest.raises(ConfigError, match=rf"debug_tensor_names is \('weights',\), expected any of {known}"):
         load_engine(zoo["gpt2"].folder, debug_tensor_names=("weights",))
 
 

@@ -81,7 +81,7 @@ def test_parameters_without_effect_are_logged(caplog):
     caplog.set_level("INFO", "inflight")
     parameters = {"decoding_mode": {"string_value": "auto"}}
     read(parameters=parameters)
-    assert "parameter decoding_mode is 'auto' and has no effect: it follows from the controls" in caplog.text
+    assert "parameter decoding_mode is 'auto' and has no effect: it follows from each request" in caplog.text
 
 
 def declared_inputs(data_type: str) -> dict[str, object]:
