@@ -202,8 +202,8 @@ class SchedulingConfig:
     max_queue_size: int = parameter(
         0,
         integer(0),
-        "maximum number of waiting sequences; a request is refused if so many of its priority or a higher "
-        "one wait; 0: no limit",
+        "maximum number of waiting sequences; a request is refused if this many sequences of its priority or "
+        "a higher one wait; 0: no limit",
     )
     max_beam_width: int | None = parameter(
         None, integer(1), "maximum number of beams of a beam search; default: max_batch_size"
@@ -412,8 +412,7 @@ class EngineConfig:
     normalize_log_probs: bool = parameter(
         False,
         BOOLEAN,
-        "return as output_log_probs those of the distribution that a token was sampled from, not the model's "
-        "own",
+        "return log probabilities of the distribution that a token was sampled from, not the model's own",
         behind="exclude_input_in_output",
     )
     engine_threads: int | None = parameter(
