@@ -149,13 +149,21 @@ GAUGES: tuple[GaugeFamily, ...] = (
         "Numbers of requests and sequences, by state",
         "request_type",
         (
-            Gauge("active", "Active Request Count", "requests", "accepted, without a final response"),
+            Gauge("active", "Active Request Count", "requests", "accepted, but without a final response yet"),
             Gauge("max", "Max Request Count", "requests", "maximum number that can run at a time"),
-            Gauge("scheduled", "Scheduled Requests", "sequences", "in the last iteration or static batch"),
             Gauge(
-                "context", "Context Requests", "sequences", "in the last iteration, computing their prompts"
+                "scheduled",
+                "Scheduled Requests",
+                "sequences",
+                "that were in the last iteration or static batch",
             ),
-            Gauge("waiting", "Waiting Requests", "sequences", "waiting or paused"),
+            Gauge(
+                "context",
+                "Context Requests",
+                "sequences",
+                "whose prompts were computed in the last iteration",
+            ),
+            Gauge("waiting", "Waiting Requests", "sequences", "that wait or are paused"),
         ),
     ),
     GaugeFamily(
@@ -163,8 +171,8 @@ GAUGES: tuple[GaugeFamily, ...] = (
         "Memory of the process that holds the engine",
         "memory_type",
         (
-            Gauge("cpu", "Runtime CPU Memory Usage", "bytes", "resident"),
-            Gauge("gpu", "Runtime GPU Memory Usage", "bytes", "reserved on devices"),
+            Gauge("cpu", "Runtime CPU Memory Usage", "bytes", "resident host memory"),
+            Gauge("gpu", "Runtime GPU Memory Usage", "bytes", "memory reserved on devices"),
             Gauge("pinned", "Runtime Pinned Memory Usage", "bytes", "host memory pinned for devices"),
         ),
     ),
@@ -178,12 +186,12 @@ GAUGES: tuple[GaugeFamily, ...] = (
                 "free",
                 "Free KV cache blocks",
                 "blocks",
-                "held by no running request, including cached blocks",
+                "not held by a running request, including cached blocks",
             ),
             Gauge("used", "Used KV cache blocks", "blocks", "held by running requests"),
-            Gauge("tokens_per", "Tokens per KV cache block", "tokens", "tokens in each block"),
-            Gauge("reused", "Reused KV cache blocks", "blocks", "found in the cache, since the start"),
-            Gauge("fraction", "Fraction used KV cache blocks", "0 to 1", "used blocks / all blocks"),
+            Gauge("tokens_per", "Tokens per KV cache block", "tokens", "capacity of a block"),
+            Gauge("reused", "Reused KV cache blocks", "blocks", "found in the cache since the start"),
+            Gauge("fraction", "Fraction used KV cache blocks", "0 to 1", "used blocks divided by all blocks"),
         ),
     ),
     GaugeFamily(
@@ -192,10 +200,15 @@ GAUGES: tuple[GaugeFamily, ...] = (
         "inflight_batcher_specific_metric",
         (
             Gauge("total_context_tokens", "Total Context Tokens", "tokens", "prompt tokens in the iteration"),
-            Gauge("generation_requests", "Generation Requests", "sequences", "generating in the iteration"),
-            Gauge("micro_batch_id", "MicroBatch ID", "", "index among the batches in flight"),
             Gauge(
-                "paused_requests", "Paused Requests", "sequences", "that lost their blocks in the iteration"
+                "generation_requests", "Generation Requests", "sequences", "that generated in the iteration"
+            ),
+            Gauge("micro_batch_id", "MicroBatch ID", "", "index of the batch among the batches in flight"),
+            Gauge(
+                "paused_requests",
+                "Paused Requests",
+                "sequences",
+                "that were paused in the iteration, and lost their KV blocks",
             ),
         ),
         Batching.INFLIGHT,
@@ -218,7 +231,7 @@ GAUGES: tuple[GaugeFamily, ...] = (
                 "empty_generation_slots",
                 "Empty Generation Slots",
                 "slots",
-                "slots without a sequence, summed over iterations",
+                "slots without a sequence, summed over the iterations of the batch",
             ),
         ),
         Batching.STATIC,
@@ -228,8 +241,8 @@ GAUGES: tuple[GaugeFamily, ...] = (
         "Time and iteration of the values in the log line",
         "general_type",
         (
-            Gauge("timestamp", TIMESTAMP, "µs", "since the epoch"),
-            Gauge("iteration_counter", "Iteration Counter", "iterations", "since the start"),
+            Gauge("timestamp", TIMESTAMP, "µs", "time since the epoch"),
+            Gauge("iteration_counter", "Iteration Counter", "iterations", "iterations since the start"),
         ),
     ),
 )
@@ -260,7 +273,7 @@ HISTOGRAMS: tuple[HistogramFamily, ...] = (
     ),
     HistogramFamily(
         "inflight_inter_token_latency_seconds",
-        "Between two iterations that generated tokens of a sequence",
+        "Between two successive iterations that generated tokens of the same sequence",
         "seconds",
         "inter_token_latency",
     ),
@@ -272,25 +285,25 @@ HISTOGRAMS: tuple[HistogramFamily, ...] = (
     ),
     HistogramFamily(
         "inflight_end_to_end_seconds",
-        "From a request's arrival to its final response, except errors",
+        "From a request's arrival to its final response; not for requests that end with an error",
         "seconds",
         "end_to_end",
     ),
     HistogramFamily(
         "inflight_prompt_tokens",
-        "Prompt tokens of requests that have ended, except errors",
+        "Prompt tokens of requests that have ended without an error",
         "tokens",
         "prompt_tokens",
     ),
     HistogramFamily(
         "inflight_output_tokens",
-        "Generated tokens of sequences that have ended; for a beam search, its steps",
+        "Generated tokens of sequences that have ended; for a beam search, the number of its steps",
         "tokens",
         "output_tokens",
     ),
     HistogramFamily(
         "inflight_cancel_to_free_seconds",
-        "From a stop or a cancellation until the slots and KV blocks were free",
+        "From a stop or a cancellation until the request's slots and KV blocks were free",
         "seconds",
         "cancel_to_free",
     ),
@@ -333,7 +346,7 @@ COUNTERS: tuple[CounterFamily, ...] = (
     ),
     CounterFamily(
         "inflight_failed_requests_total",
-        "Requests that the batcher refused or that ended with an error, by Triton's code",
+        "Requests that the batcher refused or that ended with an error, by Triton's error code",
         "requests",
         lambda metrics: metrics.failed,
         "code",
@@ -347,20 +360,20 @@ COUNTERS: tuple[CounterFamily, ...] = (
     ),
     CounterFamily(
         "inflight_kv_cache_hit_tokens_total",
-        "Tokens of full blocks that admissions found in the KV cache",
+        "Tokens of full blocks that were found in the KV cache when requests were admitted",
         "tokens",
         lambda metrics: {"": metrics.num_hit_tokens},
     ),
     CounterFamily(
         "inflight_kv_cache_missed_tokens_total",
-        "Tokens of full blocks that admissions did not find in the KV cache",
+        "Tokens of full blocks that were not found in the KV cache when requests were admitted",
         "tokens",
         lambda metrics: {"": metrics.num_missed_tokens},
     ),
     CounterFamily(
         "inflight_saved_kv_blocks_total",
-        "KV blocks saved in the block store, loaded from it, or left unread by a load, because they were lost or "
-        "computing them was faster",
+        "KV blocks that were saved in host memory or files, loaded from there, or computed again (unread) because "
+        "they were lost or computing them was faster",
         "blocks",
         lambda metrics: {
             "saved": metrics.num_saved_blocks,
@@ -405,7 +418,7 @@ COUNTERS: tuple[CounterFamily, ...] = (
     CounterFamily(
         "inflight_kv_cache_dropped_blocks_total",
         "Saved KV blocks that were removed from host memory, and from files: to make room, because of their age, "
-        "because they could not be read or must not be loaded again, or because they were saved anew",
+        "because they could not be read or must not be loaded again, or because they were saved again",
         "blocks",
         _by_medium(lambda tier: tier.num_dropped),
         "medium",
@@ -419,7 +432,7 @@ COUNTERS: tuple[CounterFamily, ...] = (
     ),
     CounterFamily(
         "inflight_generated_tokens_total",
-        "Generated tokens, counted in every iteration; for a beam search one for each beam and step",
+        "Generated tokens, counted in every iteration; a beam search counts one for each beam and step",
         "tokens",
         lambda metrics: {"": metrics.num_generated_tokens},
     ),
@@ -437,7 +450,7 @@ COUNTERS: tuple[CounterFamily, ...] = (
     ),
     CounterFamily(
         "inflight_guides_total",
-        "Guides (structured output) of requests, by whether they could be compiled",
+        "Requests with a guide (structured output), by whether the guide could be compiled",
         "requests",
         lambda metrics: metrics.guides,
         "outcome",
