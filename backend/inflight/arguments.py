@@ -36,16 +36,28 @@ def program_name(script: str) -> str:
 
 def why_not_writable(folder: Path) -> str | None:
     """Return why no file can be made in a folder, or in the nearest existing one above it; None if it can be."""
-    existing = folder
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
-    if not existing.is_dir():
-        return f"{existing} is not a folder"
+    try:
+        existing = _nearest(folder)
+        if not existing.is_dir():
+            return f"{existing} is not a folder"
+    except OSError as error:  # such as a name that is too long
+        return f"{error.strerror}"
     try:
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         return f"no file can be made in {existing}: {error.strerror}"
     return None
+
+
+def _nearest(path: Path) -> Path:
+    """Return a path, or the nearest one above it that exists and can be seen. A link to nowhere exists."""
+    while path != path.parent:
+        try:
+            os.lstat(path)
+            break
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            path = path.parent
+    return path
 
 
 def folder_name(text: str) -> Path:

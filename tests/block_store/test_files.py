@@ -35,8 +35,18 @@ class Clock:
         return self.now_s
 
 
-def files_in(folder: Path, identity: str = IDENTITY, num_files: int = 100, clock=None, age_s: float = 1e6):
-    return BlockFiles(folder, identity, BYTES, num_files * FILE_BYTES, age_s, clock or Clock())
+def files_in(
+    folder: Path,
+    identity: str = IDENTITY,
+    num_files: int = 100,
+    clock=None,
+    age_s: float = 1e6,
+    wall_clock=None,
+):
+    clock = clock or Clock()
+    return BlockFiles(
+        folder, identity, BYTES, num_files * FILE_BYTES, age_s, wall_clock or clock, monotonic_s=clock
+    )
 
 
 def read(files: BlockFiles, number: int) -> bool:
@@ -346,9 +356,77 @@ def test_other_things_in_the_folder_stay_and_do_not_prevent_the_start(tmp_path):
     assert (folder / "notes").exists()
 
 
-def test_a_clock_that_jumps_back_removes_nothing(tmp_path):
+@pytest.mark.parametrize("jump_s", [-1e6, 1e6])
+def test_a_clock_that_is_set_while_the_server_runs_changes_no_age(tmp_path, jump_s):
+    clock, wall_clock = Clock(), Clock()
+    files = files_in(tmp_path, clock=clock, wall_clock=wall_clock, age_s=100)
+    save(files, 1)
+    wall_clock.now_s += jump_s
+    assert save(files, 2) == [] and read(files, 2)
+    clock.now_s += 60
+    assert read(files, 2)
+    clock.now_s += 60
+    assert save(files, 3) == [digest_of(1)]
+
+
+def age(folder: Path, number: int, seconds: float) -> None:
+    """Make a file as old as this for a server whose clock is `Clock`."""
+    os.utime(path_of(folder, number), (Clock.now_s - seconds, Clock.now_s - seconds))
+
+
+def test_a_file_from_the_future_counts_as_used_at_the_start(tmp_path):
+    first = files_in(tmp_path)
+    save(first, 1, 2, 3)
+    first.close()
+    age(tmp_path, 1, -1e9)
+    age(tmp_path, 2, 50)
+    age(tmp_path, 3, 101)
+    clock = Clock()
+    second = files_in(tmp_path, clock=clock, age_s=100)
+    assert set(second.keys()) == {digest_of(1), digest_of(2)}
+    assert path_of(tmp_path, 1).stat().st_mtime == Clock.now_s, "the next start would call it new again"
+    clock.now_s += 60
+    assert save(second, 4) == [digest_of(2)], "a file from the future keeps no older one"
+    clock.now_s += 60
+    assert save(second, 5) == [digest_of(1)]
+
+
+def test_files_expire_without_a_write(tmp_path):
     clock = Clock()
     files = files_in(tmp_path, clock=clock, age_s=100)
+    assert files.seconds_to_expiry() is None
     save(files, 1)
-    clock.now_s -= 1e6
-    assert save(files, 2) == [] and read(files, 1) and read(files, 2)
+    clock.now_s += 60
+    save(files, 2)
+    assert files.seconds_to_expiry() == 40 and files.expire() == []
+    clock.now_s += 40
+    assert files.seconds_to_expiry() == 0 and files.expire() == [digest_of(1)]
+    assert not path_of(tmp_path, 1).exists() and files.seconds_to_expiry() == 60
+
+
+def test_models_that_nobody_uses_expire_at_the_start(tmp_path):
+    identities = OTHER, "2" * 32
+    for identity in identities:
+        old = files_in(tmp_path, identity)
+        save(old, 1)
+        old.close()
+    for path in (tmp_path / OTHER, *(tmp_path / OTHER).rglob("*")):
+        os.utime(path, (Clock.now_s - 200, Clock.now_s - 200))
+    files_in(tmp_path, age_s=1000).close()
+    assert all((tmp_path / identity).exists() for identity in identities)
+    files_in(tmp_path, age_s=100).close()
+    assert not (tmp_path / OTHER).exists() and (tmp_path / identities[1]).exists()
+
+
+def test_the_model_whose_blocks_were_used_last_stays(tmp_path):
+    identities = OTHER, "2" * 32
+    for used, identity in enumerate(identities):
+        each = files_in(tmp_path, identity)
+        save(each, 1)
+        each.close()
+        for path in (tmp_path / identity, *(tmp_path / identity).rglob("*")):
+            os.utime(path, (Clock.now_s - 100 + used, Clock.now_s - 100 + used))
+    block = next((tmp_path / OTHER).glob("*/*"))
+    os.utime(block, (Clock.now_s - 1, Clock.now_s - 1))  # by a server that ran longer
+    files_in(tmp_path, num_files=1).close()
+    assert (tmp_path / OTHER).exists() and not (tmp_path / identities[1]).exists()

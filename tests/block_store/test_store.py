@@ -44,12 +44,14 @@ class Memory:
 class Store:
     """A store over `Memory` whose updates are awaited; `stats` are the last statistics, which updates lack."""
 
-    def __init__(self, folder: Path | None = None, host_blocks: int = 0, num_files: int = 100) -> None:
+    def __init__(
+        self, folder: Path | None = None, host_blocks: int = 0, num_files: int = 100, max_age_s: float = 1e9
+    ) -> None:
         self.memory = Memory()
         self.notified = threading.Semaphore(0)
         files = None
         if folder is not None:
-            files = BlockFiles(folder, "0" * 32, BYTES, num_files * (BYTES + 16), 1e9)
+            files = BlockFiles(folder, "0" * 32, BYTES, num_files * (BYTES + 16), max_age_s)
         self.store = HostBlockStore(self.memory, 4, self.notified.release, host_blocks * BYTES, files)
         self.stats = StoreStats()
 
@@ -267,6 +269,31 @@ def test_whatever_a_read_raises_ends_only_the_load(make, tmp_path, monkeypatch):
         patch.setattr(BlockFiles, "read", lambda *_: 1 / 0)
         assert store.load(0, a=5).loads == (LoadResult(0, 0),)
     assert store.load(1, a=5).loads == (LoadResult(1, 1),)
+
+
+def test_blocks_expire_while_nothing_is_saved(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, "_MIN_WAIT_S", 0.01)
+    each = make(tmp_path, max_age_s=0.2)
+    update = each.save(a=1, b=2)
+    saved, dropped = update.saved, [*update.dropped]
+    end = time.monotonic() + 60
+    while len(dropped) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+        dropped += each.update().dropped
+    assert set(saved) == set(dropped) == {A, B}
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["lock"]
+
+
+def test_a_block_that_expires_in_files_stays_in_host_memory(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, "_MIN_WAIT_S", 0.01)
+    each = make(tmp_path, host_blocks=1, max_age_s=0.2)
+    each.save(a=1)
+    end = time.monotonic() + 60
+    while len(list(tmp_path.rglob("*"))) > 3:  # the model's folder, its lock, and the block's folder
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert each.update().dropped == () and each.load(1, a=5).loads == (LoadResult(1, 1),)
 
 
 def test_blocks_that_files_have_no_room_for_are_dropped(make, tmp_path):

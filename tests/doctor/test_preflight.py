@@ -19,6 +19,7 @@ from inflight.doctor.finding import red
 from inflight.openai.options import OpenAiOptions
 from inflight.server.launch import ServerOptions
 from inflight.server.repository import Wanted, default_repository
+from tests.models.draft_heads import make_drafting_model
 from tests.models.eagle_heads import make_random_head
 from tests.models.gemma4_heads import make_head, make_target
 from tests.models.zoo import make_model
@@ -60,6 +61,37 @@ def test_an_eagle_head_of_another_model(tmp_path: Path) -> None:
     assert found == f"--draft-model: {told}"
     found = problem(DEMO_MODEL, speculate="eagle3")
     assert "speculative_decoding_mode: got eagle3, expected speculative_model_dir with the folder" in found
+
+
+@pytest.mark.parametrize(("dtype", "least"), [(None, 65536), ("float32", 131072)])
+def test_files_without_room_for_a_block(tmp_path: Path, dtype: str | None, least: int) -> None:
+    found = problem(DEMO_MODEL, kv_cache_dir=tmp_path, kv_cache_disk_bytes=1024, dtype=dtype)
+    assert found == (
+        f"--kv-cache-disk is 1024 bytes, and the file of one KV block has at least {least} bytes: give room for "
+        "many blocks, such as 10G"
+    )
+
+
+def test_models_that_cannot_be_divided_among_the_ranks(tmp_path: Path) -> None:
+    def of_ranks(folder: Path, tp: int, pp: int, **wanted: object) -> list[str]:
+        return [*preflight.problems(ServerOptions(wanted=Wanted(folder, **wanted), tp=tp, pp=pp))]  # type: ignore[arg-type]
+
+    model = make_model(tmp_path / "model", "llama-gqa")
+    head = make_random_head(tmp_path / "head", model)
+    own = make_drafting_model(tmp_path / "own", "qwen3.5")
+    heads = ((model.folder, "eagle3", head.folder), (own.folder, "mtp", None))
+    for folder, mode, of_folder in heads:
+        wanted = {"speculate": mode, "draft_model": of_folder}
+        assert of_ranks(folder, 2, 1, **wanted) == []
+        (found,) = of_ranks(folder, 1, 2, **wanted)
+        assert found.startswith(
+            f"pipeline_parallel_size is 2, expected 1: speculative_decoding_mode is {mode}"
+        )
+    folder_and_size = {"kv_cache_dir": tmp_path, "kv_cache_disk_bytes": 1024}
+    (found,) = of_ranks(model.folder, 2, 1, **folder_and_size)
+    assert found.startswith(
+        "--kv-cache-disk is 1024 bytes, and the file of one KV block on each of 2 ranks has"
+    )
 
 
 def test_a_gemma_4_head_of_another_model(tmp_path: Path) -> None:
@@ -316,8 +348,17 @@ def test_a_folder_for_kv_blocks_that_cannot_be_used(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_a_folder_for_kv_blocks_in_which_no_file_can_be_made() -> None:
+def test_a_folder_for_kv_blocks_in_which_no_file_can_be_made(tmp_path: Path) -> None:
     # In /proc not even root can make a file.
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    for name, reason in (
+        ("nowhere", f"{tmp_path}/nowhere is not a folder"),
+        ("nowhere/kv", f"{tmp_path}/nowhere is not a folder"),
+        ("n" * 300, "File name too long"),
+    ):
+        assert (
+            problem(DEMO_MODEL, kv_cache_dir=tmp_path / name) == f"--kv-cache-dir {tmp_path / name}: {reason}"
+        )
     wanted = "--kv-cache-dir /proc/kv/blocks: no file can be made in /proc: "
     assert problem(DEMO_MODEL, kv_cache_dir=Path("/proc/kv/blocks")).startswith(wanted)
 

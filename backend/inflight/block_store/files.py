@@ -6,7 +6,7 @@
 A file is written under another name and renamed, and the digest is checked when it is read, so a crash, a torn
 write or a flipped bit makes a file a miss, and its content is never wrong. Files have mode 0600, folders 0700. The
 least recently used files are removed if all files together would be too large. Files that were not used for a
-while are removed, too.
+while are removed, too. While a server runs, the age of its files is measured by a clock that cannot be set.
 """
 
 from __future__ import annotations
@@ -42,7 +42,16 @@ _UNFINISHED = ".new"
 
 @dataclass(frozen=True, slots=True)
 class _SavedFile:
-    """Size in bytes, and when the file was last used, in seconds since the epoch."""
+    """Size in bytes, and when the file was last used, in seconds of the monotonic clock."""
+
+    size: int
+    used_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Unused:
+    """An identity that is not this process's: the size of its files, and when one of them was last used, in
+    seconds since the epoch."""
 
     size: int
     used_at: float
@@ -57,8 +66,10 @@ class BlockFiles:
         largest_bytes: Bytes of the largest content, a block or a snapshot.
         max_bytes: Maximum size of the folder's files: at the start of those of all identities, afterwards of
             those of this one.
-        max_age_s: Seconds after its last use when a file is removed.
-        clock_s: Seconds since the epoch; injected by tests.
+        max_age_s: Seconds after its last use when a file is removed. At the start, this also applies to
+            identities that no process uses.
+        clock_s: Seconds since the epoch, for the times of files of earlier processes; injected by tests.
+        monotonic_s: Seconds of a clock that cannot be set; injected by tests.
         num_ranks: Number of ranks, each of which has files of its own, and an equal part of `max_bytes`. With
             several, the caller calls `make_room`.
 
@@ -79,12 +90,13 @@ class BlockFiles:
         max_age_s: float,
         clock_s: Callable[[], float] = time.time,
         num_ranks: int = 1,
+        monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder = folder / identity
         self._max_folder_bytes = max_bytes
         self.counts = TierCounts(DISK, max_bytes // num_ranks)
         self._max_age_s = max_age_s
-        self._clock_s = clock_s
+        self._clock_s, self._monotonic_s = clock_s, monotonic_s
         if self.counts.max_bytes < largest_bytes + CHECK_BYTES:
             least = (largest_bytes + CHECK_BYTES) * num_ranks
             of_ranks = "" if num_ranks == 1 else f" of each of {num_ranks} ranks"
@@ -116,12 +128,13 @@ class BlockFiles:
             ) from error
 
     def make_room(self) -> None:
-        """Remove the files of identities that no process uses, if the folder is too large.
+        """Remove identities that no process uses, if they were not used for `max_age_s` or the folder is too large.
 
         With several ranks, called when all have locked their files.
         """
+        room = self._max_folder_bytes - self.counts.num_bytes
         with contextlib.suppress(OSError):  # someone has removed the folder
-            _make_room(self._folder.parent, self._folder, self._max_folder_bytes - self.counts.num_bytes)
+            _make_room(self._folder.parent, self._folder, room, self._clock_s() - self._max_age_s)
 
     def keys(self) -> tuple[bytes, ...]:
         """Return the keys of all files."""
@@ -158,12 +171,23 @@ class BlockFiles:
         with self._lock:
             self._forget(key)
             size = content.size + CHECK_BYTES
-            self._files[key] = _SavedFile(size, self._clock_s())
+            self._files[key] = _SavedFile(size, self._monotonic_s())
             self.counts.saved.add(size)
+        return self.expire()
+
+    def expire(self) -> list[bytes]:
+        """Remove files that are too old, or for which there is no room; return their keys."""
+        with self._lock:
             removed = self._expired()
-        for other in removed:
-            self.remove(other)
+        for key in removed:
+            self.remove(key)
         return removed
+
+    def seconds_to_expiry(self) -> float | None:
+        """Return the seconds until `expire` will find a file that is too old; None if there are no files."""
+        with self._lock:
+            oldest = next(iter(self._files.values()), None)
+        return None if oldest is None else max(0.0, oldest.used_at + self._max_age_s - self._monotonic_s())
 
     def read(self, key: bytes, content: NDArray[np.uint8]) -> bool:
         """Read a file into `content`, which has its size; return whether it is there and intact.
@@ -186,7 +210,7 @@ class BlockFiles:
             os.utime(self._path(key))
         with self._lock:
             if key in self._files:  # it may have been removed meanwhile
-                self._files[key] = replace(self._files[key], used_at=self._clock_s())
+                self._files[key] = replace(self._files[key], used_at=self._monotonic_s())
                 self._files.move_to_end(key)
         return True
 
@@ -235,17 +259,21 @@ class BlockFiles:
     def _expired(self) -> list[bytes]:
         """Return the keys of files that are too old or for which there is no room, oldest first."""
         excess = self.counts.num_bytes - self.counts.max_bytes
-        oldest = self._clock_s() - self._max_age_s
+        oldest = self._monotonic_s() - self._max_age_s
         found: list[bytes] = []
         for key, file in self._files.items():
-            if excess <= 0 and file.used_at >= oldest:
+            if excess <= 0 and file.used_at > oldest:
                 break
             found.append(key)
             excess -= file.size
         return found
 
     def _scan(self) -> None:
-        """Find the files of earlier processes; remove unfinished ones, and those that are too old or too many."""
+        """Find the files of earlier processes; remove unfinished ones, and those that are too old or too many.
+
+        A file whose time lies in the future, because a clock was set, counts as used now.
+        """
+        now_s, monotonic_s = self._clock_s(), self._monotonic_s()
         found: list[tuple[float, bytes, int]] = []
         for folder in self._folder.iterdir():
             if not folder.is_dir():
@@ -254,10 +282,13 @@ class BlockFiles:
                 if _KEY.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                     status = entry.stat()
                     found.append((status.st_mtime, bytes.fromhex(entry.name), status.st_size))
+                    if status.st_mtime > now_s:
+                        with contextlib.suppress(OSError):  # the next start finds it in the future again
+                            os.utime(entry.path, (now_s, now_s))
                 elif entry.name.endswith(_UNFINISHED) and entry.is_file(follow_symlinks=False):
                     os.unlink(entry.path)
         for used_at, key, size in sorted(found):
-            self._files[key] = _SavedFile(size, used_at)
+            self._files[key] = _SavedFile(size, monotonic_s - max(0.0, now_s - used_at))
             self.counts.found.add(size)
         for key in self._expired():
             self.remove(key)
@@ -298,14 +329,14 @@ def _lock(path: Path) -> int | None:
     return file
 
 
-def _make_room(folder: Path, own: Path, max_bytes: int) -> None:
-    """Remove the files of other identities that no process uses, the least recently used identity first, until
-    the others take at most `max_bytes`."""
-    sizes = {
-        other: _size_of(other) for other in folder.iterdir() if other != own and _KEY.fullmatch(other.name)
+def _make_room(folder: Path, own: Path, max_bytes: int, oldest: float) -> None:
+    """Remove the files of other identities that no process uses: those that were last used before `oldest`, and
+    then the least recently used identity first, until the others take at most `max_bytes`."""
+    found = {
+        other: _unused(other) for other in folder.iterdir() if other != own and _KEY.fullmatch(other.name)
     }
-    for other in sorted(sizes, key=_used_at):
-        if sum(sizes.values()) <= max_bytes:
+    for other, unused in sorted(found.items(), key=lambda each: each[1].used_at):
+        if unused.used_at >= oldest and sum(each.size for each in found.values()) <= max_bytes:
             return
         try:
             lock = _lock(other / _LOCK)
@@ -314,21 +345,17 @@ def _make_room(folder: Path, own: Path, max_bytes: int) -> None:
         if lock is not None:
             shutil.rmtree(other, ignore_errors=True)
             os.close(lock)
-            del sizes[other]
+            del found[other]
 
 
-def _size_of(folder: Path) -> int:
-    """Return the size of an identity's files, without those that cannot be seen or vanish meanwhile."""
-    size = 0
+def _unused(folder: Path) -> _Unused:
+    """Return the size and last use of an identity's files, without those that cannot be seen or vanish
+    meanwhile."""
+    size, used_at = 0, 0.0
     with contextlib.suppress(OSError):
-        for path in folder.glob("*/*"):
+        for path in (folder, folder / _LOCK, *folder.glob("*/*")):
             with contextlib.suppress(OSError):
-                size += path.stat().st_size
-    return size
-
-
-def _used_at(folder: Path) -> float:
-    try:
-        return (folder / _LOCK).stat().st_mtime
-    except OSError:
-        return 0.0
+                status = path.stat()
+                size += 0 if path.parent == folder.parent or path.name == _LOCK else status.st_size
+                used_at = max(used_at, status.st_mtime)
+    return _Unused(size, used_at)

@@ -31,6 +31,8 @@ _MIN_BLOCKS = 16
 _KEPT = 0.8  # weight of earlier measurements in an average after a new one
 _RETRY = 0.95  # factor by which a load that was not made shortens the estimate of reading
 _CLOSE_S = 5.0
+_MIN_WAIT_S = 1.0  # between two removals of files that are too old
+_MAX_WAIT_S = 24 * 3600.0  # threads cannot wait for any number of seconds
 _log = logging.getLogger(__name__)
 
 
@@ -270,7 +272,7 @@ class HostBlockStore:
     # ---------------------------------------------------------------- the thread that saves
 
     def _write_all(self) -> None:
-        while (save := self._saves.get()) is not None and not self._is_over:
+        while (save := self._next_save()) is not None and not self._is_over:
             is_written, removed = self._write(save)
             with self._lock:
                 is_wanted = self._waiting.get(save.key) is save
@@ -285,6 +287,23 @@ class HostBlockStore:
                 self._remove(save.key)
             with self._lock:
                 self._waiting_bytes -= save.content.size
+
+    def _next_save(self) -> _Save | None:
+        """Wait for a piece to write, and remove files that become too old meanwhile; None at the end."""
+        while True:
+            wait_s = None if self._files is None else self._files.seconds_to_expiry()
+            if wait_s is not None:
+                wait_s = min(max(wait_s, _MIN_WAIT_S), _MAX_WAIT_S)
+            try:
+                return self._saves.get(timeout=wait_s)
+            except queue.Empty:
+                pass
+            assert self._files is not None, "only files expire"
+            removed = self._files.expire()
+            if removed:
+                with self._lock:
+                    self._dropped += [key for key in removed if key not in self._in_host]
+                    self._has_news = True
 
     def _write(self, save: _Save) -> tuple[bool, list[bytes]]:
         """Write a piece to both tiers.

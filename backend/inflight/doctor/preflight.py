@@ -11,7 +11,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
+from collections.abc import Mapping as MappingOf
 from pathlib import Path
 from typing import cast
 
@@ -30,9 +31,12 @@ from inflight.engine.sequence_length import longest_sequence
 from inflight.engine_folder import is_engine_folder
 from inflight.errors import ConfigError
 from inflight.gguf.folder import is_gguf
-from inflight.models.draft_folder import with_head_folder
+from inflight.models.decoder_config import DecoderConfig
+from inflight.models.draft_folder import with_draft_head, with_head_folder
 from inflight.models.registry import bare_decoder, check_draft_head, describe
+from inflight.models.sharding import Part
 from inflight.pooling import Task, classifies, find_task
+from inflight.ranks.topology import Mapping
 from inflight.server.launch import ServerOptions, lay_out
 from inflight.server.other_servers import flags_that_set
 from inflight.server.repository import read_engine_parameters
@@ -87,12 +91,13 @@ def problems(options: ServerOptions, root: Path = Path("/")) -> Iterator[str]:
         or _tokenizer(options)
         or _head(options)
         or _draft_folder(engine)
+        or _ranks(parameters)
     )
     if reason is not None:
         yield reason
 
 
-def _of_settings(message: str, settings: Mapping[str, str]) -> str:
+def _of_settings(message: str, settings: MappingOf[str, str]) -> str:
     """Return an error about config.pbtxt with the options by which its faulty parameters were set."""
     _, *faults = message.splitlines()
     if not faults or not all(fault.strip().split(":")[0] in settings for fault in faults):
@@ -340,6 +345,54 @@ def _draft_folder(engine: EngineConfig | None) -> str | None:
     except ConfigError as error:
         return f"--draft-model: {error}"
     return None
+
+
+def _ranks(parameters: Parameters | None) -> str | None:
+    """Return why the model, with its draft head, cannot be divided among the ranks, or why parts of its KV blocks
+    cannot be saved."""
+    if parameters is None or parameters.engine.gpt_model_path is None:
+        return None
+    engine, folder = parameters.engine, Path(parameters.engine.gpt_model_path)
+    if engine.implementation in ("transformers", "tensorrt") or not (folder / "config.json").is_file():
+        return None
+    try:
+        model = describe(read_config_file(folder))
+    except ConfigError:  # as in `lacking_in_decoder`
+        return None
+    try:
+        if engine.draft_head_dir is not None:
+            model = with_head_folder(model, engine.draft_head_dir)
+        elif engine.has_draft_head:
+            model = with_draft_head(model)
+        sizes = parameters.tensor_parallel_size, parameters.pipeline_parallel_size
+        ranks = range(sizes[0] * sizes[1])
+        mappings = [Mapping(*sizes, rank, parameters.moe_expert_parallel_size) for rank in ranks]
+        decoders = [
+            Part.from_mapping(mapping, model.decoder).held_config(model.decoder) for mapping in mappings
+        ]
+    except ConfigError as error:
+        return str(error)
+    return None if parameters.kv_cache_dir is None else _too_small_for_blocks(parameters, decoders)
+
+
+def _too_small_for_blocks(parameters: Parameters, decoders: Sequence[DecoderConfig]) -> str | None:
+    """Return why the files may not even have the size of one KV block; None if that is not certain.
+
+    Args:
+        parameters: The engine's parameters.
+        decoders: The part of each rank.
+    """
+    engine = parameters.engine
+    value_bytes = 1 if engine.kv_cache_dtype in ("int8", "fp8") else 4 if engine.dtype == "float32" else 2
+    values = max(sum(held.at(layer).cached_size for layer in held.cached_layers) for held in decoders)
+    least = values * value_bytes * engine.tokens_per_block * len(decoders)
+    if parameters.kv_cache_disk_bytes >= least:
+        return None
+    of_ranks = "" if len(decoders) == 1 else f" on each of {len(decoders)} ranks"
+    return (
+        f"--kv-cache-disk is {parameters.kv_cache_disk_bytes} bytes, and the file of one KV block{of_ranks} has "
+        f"at least {least} bytes: give room for many blocks, such as 10G"
+    )
 
 
 def _weights(options: ServerOptions, engine: EngineConfig | None) -> str | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -36,7 +35,7 @@ from inflight.errors import ConfigError
 from inflight.file_names import native
 from inflight.models import DecoderConfig
 from inflight.models.decoder_weights import DecoderWeights, PlainWeights
-from inflight.models.draft_folder import with_head_folder
+from inflight.models.draft_folder import with_draft_head, with_head_folder
 from inflight.models.eagle_weights import eagle_bytes
 from inflight.models.gemma4_weights import gemma4_head_bytes
 from inflight.models.levels import MatrixKind
@@ -45,7 +44,6 @@ from inflight.models.recurrent import Mamba2
 from inflight.models.registry import (
     ModelDescription,
     UnknownFamily,
-    check_draft_head,
     read_model_description,
 )
 from inflight.models.sharding import WHOLE, Part, Shard
@@ -98,12 +96,6 @@ def with_wanted_head(config: EngineConfig, model: ModelDescription) -> ModelDesc
     if config.draft_head_dir is not None:
         return with_head_folder(model, native(config.draft_head_dir))
     return with_draft_head(model) if config.has_draft_head else model
-
-
-def with_draft_head(model: ModelDescription) -> ModelDescription:
-    """Return the description with the draft head; raise ConfigError if the family has none."""
-    check_draft_head(model)
-    return replace(model, decoder=replace(model.decoder, has_draft_head=True))
 
 
 def load_decoder(

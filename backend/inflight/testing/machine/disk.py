@@ -110,8 +110,12 @@ class Disk:
         os.replace(old, new)
         self._utime(new)
 
-    def _utime(self, path: str) -> None:
-        """Set the times of a file to the machine's, on which the order of removal after a restart depends."""
+    def _utime(self, path: str, times: tuple[float, float] | None = None) -> None:
+        """Set the times of a file, on which the order of removal after a restart depends, by default to the
+        machine's."""
+        if times is not None:
+            os.utime(path, times)
+            return
         now_ns = self._machine.now_ns + self._machine.wall_ns
         os.utime(path, ns=(now_ns, now_ns))
 
