@@ -45,6 +45,13 @@ def test_the_exit_status_is_0_without_red_findings(
     assert "\x1b" not in text and ("mend: do it" in text) is (levels != [Level.GREEN])
 
 
+def test_a_path_that_the_system_refuses_is_a_finding(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    # As in a folder that this user may not search, which root may.
+    path = tmp_path / ("n" * 300) / "model"
+    assert command.main(["--model", str(path)]) == 1
+    assert "File name too long" in capsys.readouterr().out
+
+
 def test_findings_of_several_lines_are_indented():
     finding, text = Finding("a thing", Level.RED, "two faults:\n  one\n  other", "do it"), io.StringIO()
     write_text([finding], text)

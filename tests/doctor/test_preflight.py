@@ -17,6 +17,7 @@ from inflight import serve_command
 from inflight.doctor import preflight
 from inflight.doctor.finding import red
 from inflight.openai.options import OpenAiOptions
+from inflight.server.errors import OptionError
 from inflight.server.launch import ServerOptions
 from inflight.server.repository import Wanted, default_repository
 from tests.models.draft_heads import make_drafting_model
@@ -187,6 +188,23 @@ def test_files_and_folders_that_settings_name(key: str, value: str, said: str, t
     (tmp_path / "file").touch()
     value, said = value.format(**places), said.format(**places)
     assert problem(DEMO_MODEL, settings={key: value}) == f"--set {key}={value}: {said}"
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *("--model", "--draft-model", "--model-repository", "--lora a=", "--set tokenizer_dir="),
+        *("--set record_path=", "--set receipt_key_file="),
+    ],
+)
+def test_a_path_that_the_system_refuses(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # As in a folder that this user may not search, which root may.
+    path = tmp_path / ("n" * 300) / "file"
+    flag, _, name = option.partition(" ")
+    assert serve_command.main([flag, f"{name}{path}", "--no-triton", "--port", "0"]) == OptionError.exit_code
+    assert capsys.readouterr().err in {f"serve: {each}: File name too long\n" for each in (path, path.parent)}
 
 
 def test_adapters_whose_files_are_damaged(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ class BlockFiles:
             ) from error
 
     def make_room(self) -> None:
-        """Remove identities that no process uses, if they were not used for `max_age_s` or the folder is too large.
+        """Remove identities that no process uses, if they are older than `max_age_s` or the folder is too large.
 
         With several ranks, called when all have locked their files.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -35,7 +36,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _checks(given: argparse.Namespace) -> list[tuple[str, Callable[[], Iterable[Finding]]]]:
     has_gpu = machine.has_gpu()
-    model = Path(given.model) if given.model and Path(given.model).is_dir() else None
+    model = (
+        Path(given.model) if given.model and os.path.isdir(given.model) else None
+    )  # False if it cannot be seen
     ports = {service: getattr(given, f"{service}_port") for service in _PORTS}
     checks: list[tuple[str, Callable[[], Iterable[Finding]]]] = [
         ("Python", machine.check_python),

@@ -35,6 +35,7 @@ from inflight.server.repository import Wanted
 from inflight.server.supervisor import Signals, Supervisor
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_UNUSABLE_PATH = (errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 class Judge(Protocol):
@@ -75,15 +76,21 @@ def main(
         print(f"serve: {error}", file=errors)
         return error.exit_code
     except OSError as error:
-        if error.errno not in (errno.EMFILE, *_NO_ROOM):
+        if (why := _explain(error)) is None:
             raise
-        why = (
-            descriptors.explanation()
-            if error.errno == errno.EMFILE
-            else f"{error}; TMPDIR may lead elsewhere"
-        )
         print(f"serve: {why}", file=errors)
-        return ServeError.exit_code
+        return (OptionError if error.errno in _UNUSABLE_PATH else ServeError).exit_code
+
+
+def _explain(error: OSError) -> str | None:
+    """Return a line for an error that the machine or a path of the command line causes; None for any other."""
+    if error.errno == errno.EMFILE:
+        return descriptors.explanation()
+    if error.errno in _NO_ROOM:
+        return f"{error}; TMPDIR may lead elsewhere"
+    if error.errno in _UNUSABLE_PATH and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return None
 
 
 def parse(arguments: list[str] | None, judge: Judge | None = None) -> ServerOptions:
