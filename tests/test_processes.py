@@ -8,6 +8,8 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import pytest
+
 from inflight.processes import ProcessId, this_parent
 
 
@@ -78,3 +80,13 @@ print(gc.get_freeze_count() >= 10_000, len(gc.get_objects()) < 1_000)
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["True", "True"]
+
+
+def test_a_parent_that_ends_while_it_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    parents = iter((ended.pid, os.getppid()))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getppid", lambda: next(parents))
+        found = this_parent()
+    assert found == ProcessId.of(os.getppid())

@@ -134,8 +134,10 @@ class ProcessId:
 
 def this_parent() -> ProcessId:
     """Return this process's parent, which for Triton's stub is tritonserver."""
-    parent = ProcessId.of(os.getppid())
-    assert parent is not None, "a process always has a parent"
+    while (
+        parent := ProcessId.of(number := os.getppid())
+    ) is None:  # it has just ended: there is another one now
+        assert number, "the parent is outside of this namespace of processes"
     return parent
 
 
