@@ -134,11 +134,12 @@ class ProcessId:
 
 def this_parent() -> ProcessId:
     """Return this process's parent, which for Triton's stub is tritonserver."""
-    while (
-        parent := ProcessId.of(number := os.getppid())
-    ) is None:  # it has just ended: there is another one now
+    while True:
+        number = os.getppid()
+        if (parent := ProcessId.of(number)) is not None:
+            return parent
+        # It has just ended, and there is another one now.
         assert number, "the parent is outside of this namespace of processes"
-    return parent
 
 
 def all_pids() -> list[int]:
