@@ -16,11 +16,12 @@ class SamplingControls(Typed):
 
     Attributes:
         beam_width: number of beams of a beam search; 1: no beam search. In this API: 1 by default.
-        num_return_sequences: number of sequences to sample, or of best beams to return. In this API: by
-            default 1, or in a beam search all beams.
-        temperature: divides the logits; 0: greedy; 1 by default. In this API: 1 by default; 0 is greedy.
-        top_k: keep the k likeliest; 0: all. In this API: 0 by default, which allows all tokens, but is
-            greedy if top_p and min_p are unset too.
+        num_return_sequences: number of sequences to sample, or of best beams to return. In this API: 1 by
+            default, or in a beam search the number of beams.
+        temperature: divides the logits; 0: greedy; 1 by default. In this API: 1 by default; 0 makes
+            decoding greedy.
+        top_k: keep the k likeliest; 0: all. In this API: 0 by default, which allows all tokens; if top_p
+            and min_p are unset, too, decoding is greedy.
         top_p: keep the smallest set of likeliest tokens that has probability p in (0, 1]; <= 0: unset. In
             this API: unset by default.
         top_p_min: lower bound of a decaying top_p; 1e-6 by default. In this API: 1e-6 by default.
@@ -30,20 +31,20 @@ class SamplingControls(Typed):
         min_p: keep tokens of at least min_p times the largest probability; 0: all. In this API: 0 by
             default.
         seed: seed of the random numbers: the same seed, the same tokens; 0 by default. In this API: 0 by
-            default, a seed like any other: equal requests give equal tokens.
+            default; equal requests with equal seeds get equal tokens.
         repetition_penalty: divides positive and multiplies negative logits of tokens seen, prompt included;
-            1: none. In this API: 1 by default; tokens of the prompt count too.
+            1: none. In this API: 1 by default; the penalty also applies to tokens of the prompt.
         presence_penalty: subtracted once from the logits of tokens seen, prompt included; 0: none. In this
-            API: 0 by default; tokens of the prompt count too.
+            API: 0 by default; the penalty also applies to tokens of the prompt.
         frequency_penalty: subtracted from a token's logit for each time it was seen, prompt included; 0:
-            none. In this API: 0 by default; tokens of the prompt count too.
+            none. In this API: 0 by default; the penalty also applies to tokens of the prompt.
         min_tokens: minimum number of tokens before an end id; 0 by default. In this API: 1 by default.
         no_repeat_ngram_size: size n of n-grams that may not occur twice, prompt included; 0 or 2**30: off.
             In this API: off by default; 0 and 1 << 30 mean off.
         length_penalty: a beam's score is divided by its length to this power; 0 by default. In this API: 0
             by default.
         early_stopping: with enough finished beams, end at once (1), if no running beam is better (0), or if
-            none can become better (other values). In this API: 1 by default: a search ends once enough
+            none can become better (other values). In this API: 1 by default: a beam search ends once enough
             beams have finished.
         beam_search_diversity_rate: this times a beam's index is added to the scores that rank its
             candidates; 0 by default. In this API: 0 by default.

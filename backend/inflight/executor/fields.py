@@ -117,8 +117,8 @@ _NO_THRESHOLDS = (
 )
 _NO_TREES = "drafts are chains and not trees"
 _NO_TUNER = "the batch size and the number of tokens of an iteration are not tuned while the engine runs"
-_TENSORRT = "it concerns kernels of TensorRT only"
-_ALWAYS_COPIED = "blocks of which only the beginning matches are always reused, by copying them"
+_TENSORRT = "it concerns only kernels of TensorRT"
+_ALWAYS_COPIED = "a block of which only the beginning matches is always reused, as a copy"
 
 _SAMPLES = tuple(
     make()
@@ -138,51 +138,58 @@ _REQUEST = _of(
     Request,
     input_token_ids=_works("the prompt"),
     max_tokens=_works(
-        "maximum number of tokens to generate; together with the prompt, at most the model's positions"
+        "maximum number of tokens to generate; prompt and generated tokens together may not "
+        "exceed the model's maximum length"
     ),
-    streaming=_works("responses while tokens are generated"),
-    sampling_config=_works("copied, like every configuration: later changes to the original have no effect"),
-    output_config=_works("copied, like sampling_config"),
-    end_id=_works("not part of the output; None and -1: no end id"),
+    streaming=_works("if set, responses are returned while tokens are generated"),
+    sampling_config=_works("copied into the request; later changes to the original have no effect"),
+    output_config=_works("copied into the request; later changes to the original have no effect"),
+    end_id=_works("token that ends an output, and is not part of it; None and -1 mean that no token does"),
     pad_id=_ignored("each beam is returned as a list of its own length, without padding"),
-    position_ids=_refused("positions count from 0 in every model here"),
-    bad_words=_works("a bad word may begin in the prompt"),
-    stop_words=_works("part of the output; a stop word that begins in the prompt does not count"),
+    position_ids=_refused("positions always count from 0"),
+    bad_words=_works("token sequences that are not generated, even if they begin in the prompt"),
+    stop_words=_works(
+        "an output ends with its first stop word; a stop word that begins in the prompt has no effect"
+    ),
     embedding_bias=_works("one number for each token of the vocabulary, added to its logit"),
-    external_draft_tokens_config=_works("draft tokens, verified in one pass"),
+    external_draft_tokens_config=_works("draft tokens, which are all verified in one forward pass"),
     prompt_tuning_config=_works(
-        "embeddings of prompt tokens with ids from vocab_size on; see PromptTuningConfig"
+        "embeddings of the prompt tokens whose ids are vocab_size or higher; see PromptTuningConfig"
     ),
     multimodal_input=_refused(_NO_IMAGES),
     multimodal_embedding=_refused(_NO_IMAGES),
     mrope_config=_works("rotary positions of the prompt, for models with multimodal rotary embedding"),
     lora_config=_works(
-        "the first request with an adapter needs its weights; later ones need only the task_id"
+        "the first request with an adapter needs its weights; later requests need only the task_id"
     ),
     lookahead_config=_refused(_NO_LOOKAHEAD),
     kv_cache_retention_config=_works(
-        "blocks are evicted in the order of their priority, then of their last use"
+        "blocks of the lowest priority are evicted first, and among these the least recently used"
     ),
     logits_post_processor_name=_works("a name in LogitsPostProcessorConfig.processor_map, or `batched`"),
-    logits_post_processor=_works("for this request only; not with several ranks"),
+    logits_post_processor=_works("a callable for this request only; refused with several ranks"),
     encoder_input_token_ids=_refused(_NO_ENCODER),
-    client_id=_works("in every response; clients of equal priority get equal shares of the engine"),
-    return_all_generated_tokens=_works("always on for a streamed beam search, because beams may change"),
+    client_id=_works("returned in every response; clients of equal priority get equal shares of the engine"),
+    return_all_generated_tokens=_works(
+        "always on for a streamed beam search, because earlier tokens of a beam may change"
+    ),
     priority=_works("waiting requests of higher priority start first"),
     request_type=_refused(_ONE_SERVER, RequestType.REQUEST_TYPE_CONTEXT_AND_GENERATION),
     context_phase_params=_refused(_ONE_SERVER),
     encoder_input_features=_refused(_NO_ENCODER),
     encoder_output_length=_refused(_NO_ENCODER),
     cross_attention_mask=_refused(_NO_ENCODER),
-    num_return_sequences=_works("used if SamplingConfig does not set it"),
+    num_return_sequences=_works("number of sequences, unless SamplingConfig.num_return_sequences is set"),
     eagle_config=_refused("DecodingConfig.eagle_config sets the drafts of all requests"),
     skip_cross_attn_blocks=_refused(_NO_ENCODER),
     guided_decoding_params=_works(
-        "refused with beams; without GuidedDecodingConfig, the checkpoint's tokenizer is used"
+        "refused in beam searches; without GuidedDecodingConfig, the checkpoint's tokenizer is used"
     ),
     language_adapter_uid=_refused("a request has one adapter, set by lora_config"),
-    allotted_time_ms=_works("counts from arrival; rounded down to milliseconds, but at least one"),
-    cache_salt_id=_works("0 and None are the same salt"),
+    allotted_time_ms=_works(
+        "time limit, counted from the request's arrival; rounded down to milliseconds, but at least 1 ms"
+    ),
+    cache_salt_id=_works("requests with different salts share no KV blocks; 0 and None are the same salt"),
 )
 
 _CONTROLS = {
@@ -193,41 +200,49 @@ _PARTS_OF_REQUESTS = [
     *_of(
         SamplingConfig,
         **_CONTROLS,
-        prompt_ignore_length=_refused("penalties count the whole prompt", 0),
-        beam_width_array=_refused("a search has the same number of beams at every step"),
+        prompt_ignore_length=_refused("penalties apply to the whole prompt", 0),
+        beam_width_array=_refused("a beam search has the same number of beams at every step"),
     ),
     *_of(
         OutputConfig,
         return_log_probs=_works(
-            "ExecutorConfig.normalize_log_probs selects the distribution that they are taken from"
+            "ExecutorConfig.normalize_log_probs selects the distribution from which log "
+            "probabilities are taken"
         ),
-        return_context_logits=_works("if set, no part of the prompt is reused"),
+        return_context_logits=_works("if set, no part of the prompt is taken from the KV cache"),
         return_generation_logits=_works(
-            "the model's logits, before sampling controls; not for a streamed beam search"
+            "the model's logits, before sampling controls are applied; refused for streamed beam searches"
         ),
-        exclude_input_from_output=_works("applies to requests that are not streamed"),
+        exclude_input_from_output=_works("has an effect only on requests without streaming"),
         return_encoder_output=_refused(_NO_ENCODER),
-        return_perf_metrics=_works("times of a monotonic clock"),
+        return_perf_metrics=_works("the returned times are those of a monotonic clock"),
         additional_model_outputs=_works(
-            "some of the tensors that ExecutorConfig.additional_model_outputs names"
+            "tensors to return, which ExecutorConfig.additional_model_outputs must name, too"
         ),
         return_receipt=_works(
-            "a record of request, answer, model and settings; does not exist in TensorRT-LLM"
+            "returns a record of request, answer, model and settings; TensorRT-LLM does not have this field"
         ),
     ),
     *_of(
         AdditionalModelOutput,
         name=_works("name of a tensor of the model"),
-        gather_context=_works("returns rows for the prompt too; if set, no part of the prompt is reused"),
+        gather_context=_works(
+            "if set, the tensor's rows for the prompt are returned, too, and no part of the prompt "
+            "is taken from the KV cache"
+        ),
     ),
     *_of(
         ExternalDraftTokensConfig,
-        tokens=_works("must be fewer than max_tokens"),
-        logits=_works("shape [tokens, vocab_size]; draft tokens are then accepted by rejection sampling"),
-        acceptance_threshold=_works(
-            "with logits: the smallest ratio of probabilities, target / draft, at which a token is accepted"
+        tokens=_works("the draft tokens, which must be fewer than max_tokens"),
+        logits=_works(
+            "draft logits of shape [tokens, vocab_size]; if given, draft tokens are accepted by "
+            "rejection sampling"
         ),
-        fast_logits=_refused("logits are sent with the request; no draft engine sends them", False),
+        acceptance_threshold=_works(
+            "if logits are given, the smallest ratio of target to draft probability at which a "
+            "draft token is accepted"
+        ),
+        fast_logits=_refused("draft logits are sent with the request; no draft engine sends them", False),
     ),
     *_of(
         LoraConfig,
@@ -235,20 +250,28 @@ _PARTS_OF_REQUESTS = [
             "weights that are sent with a known id are ignored, so a new version of an adapter needs a new id"
         ),
         weights=_works("float32, float16 or bfloat16, whatever the model's dtype is"),
-        config=_works("rows of 3 or 4 numbers; a module that the model does not have is an error"),
+        config=_works("rows of 3 or 4 numbers; a row for a module that the model does not have is an error"),
     ),
     *_of(
         PromptTuningConfig,
-        embedding_table=_works("float32, float16 or bfloat16; KV blocks are shared only for equal tables"),
+        embedding_table=_works(
+            "float32, float16 or bfloat16; requests share KV blocks only if their tables are equal"
+        ),
         input_token_extra_ids=_works(
-            "distinguishes KV blocks of different tables; not needed, because their content does so too"
+            "distinguishes KV blocks of different tables; not needed, because the tables' contents "
+            "distinguish them already"
         ),
     ),
     *_of(
         KvCacheRetentionConfig,
-        token_range_retention_configs=_works("ranges of the prompt"),
+        token_range_retention_configs=_works(
+            "ranges of the prompt's tokens, with a priority for the blocks of each range"
+        ),
         decode_retention_priority=_works("priority of blocks of generated tokens"),
-        decode_duration_ms=_works("counts from the time at which no sequence uses the block any more"),
+        decode_duration_ms=_works(
+            "duration of decode_retention_priority, counted from the time at which no sequence uses the "
+            "block any more"
+        ),
         transfer_mode=_refused(
             "requests cannot choose which blocks are saved in files", KvCacheTransferMode.DRAM
         ),
@@ -261,34 +284,41 @@ _PARTS_OF_REQUESTS = [
 
 _CONFIGURATION = _of(
     ExecutorConfig,
-    max_beam_width=_works("requests may have different widths at the same time"),
+    max_beam_width=_works("requests that run at the same time may have different beam widths"),
     scheduler_config=_works("see SchedulerConfig"),
     kv_cache_config=_works("see KvCacheConfig"),
     enable_chunked_context=_works("without it, a prompt may have at most max_num_tokens tokens"),
     normalize_log_probs=_works(
-        "log probabilities are those after the sampling controls; cumulative ones are always the model's own"
+        "if set, log probabilities are those after the sampling controls; cumulative ones are "
+        "always the model's own"
     ),
-    iter_stats_max_iterations=_works("0: no statistics are kept"),
-    request_stats_max_iterations=_works("0: no statistics are kept"),
-    batching_type=_works("STATIC: the next batch starts when all requests of a batch have ended"),
+    iter_stats_max_iterations=_works("number of iterations whose statistics are kept; 0 keeps none"),
+    request_stats_max_iterations=_works(
+        "number of iterations whose statistics of requests are kept; 0 keeps none"
+    ),
+    batching_type=_works("STATIC: the next batch starts when all requests of a batch have finished"),
     max_batch_size=_works(
-        "number of sequences that run at once, each beam counted; 64 by default, or fewer if these do not fit"
+        "maximum number of sequences that run at once, counting each beam; by default 64, or "
+        "fewer if 64 do not fit"
     ),
-    max_num_tokens=_works("8192 by default"),
+    max_num_tokens=_works("maximum number of tokens in an iteration; 8192 by default"),
     parallel_config=_works("see ParallelConfig"),
     peft_cache_config=_works("see PeftCacheConfig"),
     logits_post_processor_config=_works("see LogitsPostProcessorConfig"),
     decoding_config=_works("see DecodingConfig"),
     use_gpu_direct_storage=_ignored("weights are read into host memory first"),
     gpu_weights_percent=_refused("all weights are kept on the device", 1.0),
-    max_queue_size=_works("enqueue_request refuses requests beyond it; None and 0: no limit"),
+    max_queue_size=_works(
+        "maximum number of waiting sequences, beyond which enqueue_request refuses requests; "
+        "None and 0 set no limit"
+    ),
     extended_runtime_perf_knob_config=_works("see ExtendedRuntimePerfKnobConfig"),
     debug_config=_works("see DebugConfig"),
-    recv_poll_period_ms=_ignored("requests wake the engine, which does not poll"),
-    max_seq_idle_microseconds=_ignored("a slot is free as soon as its sequence has ended"),
+    recv_poll_period_ms=_ignored("the engine does not poll, because requests wake it"),
+    max_seq_idle_microseconds=_ignored("a slot is free as soon as its sequence has finished"),
     spec_dec_config=_works("see SpeculativeDecodingConfig"),
     guided_decoding_config=_works("see GuidedDecodingConfig"),
-    additional_model_outputs=_works("tensors that requests may ask for"),
+    additional_model_outputs=_works("names of the tensors that requests may ask for"),
     cache_transceiver_config=_works("see CacheTransceiverConfig"),
     gather_generation_logits=_ignored("requests may ask for generation logits in any case"),
     mm_embedding_offloading=_ignored(_NO_IMAGES),
@@ -301,7 +331,7 @@ _CONFIGURATION = _of(
 _PARTS_OF_CONFIGURATION = [
     *_of(
         SchedulerConfig,
-        capacity_scheduler_policy=_works("STATIC_BATCH is the same as batching_type STATIC"),
+        capacity_scheduler_policy=_works("STATIC_BATCH has the same effect as batching_type STATIC"),
         context_chunking_policy=_works(
             "FIRST_COME_FIRST_SERVED by default; has an effect only with enable_chunked_context"
         ),
@@ -309,18 +339,29 @@ _PARTS_OF_CONFIGURATION = [
     ),
     *_of(
         KvCacheConfig,
-        enable_block_reuse=_works("blocks are found by their tokens and all tokens before them"),
-        max_tokens=_works("rounded down to whole blocks; must be enough for one block for each sequence"),
-        max_attention_window=_works("limits attention, but saves no memory"),
-        sink_token_length=_works("these tokens count as part of the window"),
-        free_gpu_memory_fraction=_works(
-            "share of the free memory of the model's device; by default 0.9 on a GPU, 0.5 on a CPU"
+        enable_block_reuse=_works(
+            "a block is reused where its tokens and all tokens before them are the same"
         ),
-        host_cache_size=_works("in bytes; on a CPU, this memory is added to the KV cache"),
-        onboard_blocks=_works("False: blocks are saved, but not loaded again"),
+        max_tokens=_works(
+            "size of the KV cache in tokens, rounded down to whole blocks; must allow one block for "
+            "each sequence"
+        ),
+        max_attention_window=_works("limits the tokens that attention sees, but saves no memory"),
+        sink_token_length=_works(
+            "number of first tokens that stay in every attention window; they count as part of the window"
+        ),
+        free_gpu_memory_fraction=_works(
+            "share of the device's free memory for the KV cache; by default 0.9 on a GPU, 0.5 on a CPU"
+        ),
+        host_cache_size=_works(
+            "bytes of host memory for saved blocks; on a CPU, this memory is added to the KV cache"
+        ),
+        onboard_blocks=_works("if False, saved blocks are never loaded again"),
         cross_kv_cache_fraction=_refused(_NO_ENCODER),
-        secondary_offload_min_priority=_works("smallest priority of blocks that are saved; 30 by default"),
-        event_buffer_max_size=_works("0: no events, and no event manager"),
+        secondary_offload_min_priority=_works("lowest priority with which a block is saved; 30 by default"),
+        event_buffer_max_size=_works(
+            "maximum number of events that are kept; with 0 there is no event manager"
+        ),
         enable_partial_reuse=_ignored(_ALWAYS_COPIED),
         copy_on_partial_reuse=_ignored(_ALWAYS_COPIED),
         use_uvm=_refused("the KV cache is in the device's own memory only"),
@@ -335,9 +376,9 @@ _PARTS_OF_CONFIGURATION = [
         communication_mode=_works(
             "LEADER: the ranks are started by mpirun or srun; ORCHESTRATOR: this process starts them"
         ),
-        device_ids=_works("GPUs, one for each rank of a host"),
+        device_ids=_works("numbers of the GPUs that a host's ranks use, one for each rank"),
         participant_ids=_works(
-            "all ranks, in order; in orchestrator mode their number is the number of ranks to start"
+            "numbers of all ranks, in order; in orchestrator mode, the list's length is the number of ranks"
         ),
         orchestrator_config=_works("see OrchestratorConfig"),
         num_nodes=_ignored("the hosts are known to mpirun or given by its arguments", 1),
@@ -345,48 +386,48 @@ _PARTS_OF_CONFIGURATION = [
     *_of(
         OrchestratorConfig,
         is_orchestrator=_refused("the process that makes the Executor is always the orchestrator"),
-        worker_executable_path=_ignored("ranks run this package; any path is accepted"),
-        orch_leader_comm=_refused("the orchestrator talks to its ranks by a socket of its own"),
+        worker_executable_path=_ignored("ranks run this package and not the program at this path"),
+        orch_leader_comm=_refused("the orchestrator communicates with its ranks over a socket of its own"),
         spawn_processes=_refused(
             "an orchestrator always starts its ranks; for ranks started by mpirun, use LEADER"
         ),
     ),
     *_of(
         PeftCacheConfig,
-        num_host_module_layer=_ignored("host_cache_size is the size in host memory"),
-        num_device_module_layer=_ignored("device_cache_percent is the size on the device"),
-        optimal_adapter_size=_works("rank of the adapters that fit into one page of device memory"),
-        max_adapter_size=_works("adapters of a larger rank are refused"),
-        num_put_workers=_ignored("adapters are stored at once when their requests arrive"),
-        num_ensure_workers=_ignored(
-            "adapters are copied to the device by the iteration that needs them first"
-        ),
+        num_host_module_layer=_ignored("host_cache_size sets the cache's size in host memory"),
+        num_device_module_layer=_ignored("device_cache_percent sets the cache's size on the device"),
+        optimal_adapter_size=_works("highest rank of an adapter that fits into one page of device memory"),
+        max_adapter_size=_works("adapters of a higher rank are refused"),
+        num_put_workers=_ignored("an adapter is stored as soon as its request arrives"),
+        num_ensure_workers=_ignored("the first iteration that needs an adapter copies it to the device"),
         num_copy_streams=_ignored("adapters are copied in order with the device's other work"),
         max_pages_per_block_host=_ignored("on the host an adapter is kept in one piece"),
         max_pages_per_block_device=_ignored(
-            "there are no blocks of pages; optimal_adapter_size is a page's size"
+            "there are no blocks of pages; optimal_adapter_size sets the size of a page"
         ),
         device_cache_percent=_works(
-            "share of the memory that is free after the weights are loaded, from 0 to 1; 0.05 by default"
+            "share, from 0 to 1, of the memory that is free after the weights are loaded; 0.05 by default"
         ),
-        host_cache_size=_works("in bytes; 1 GiB by default"),
+        host_cache_size=_works("size in bytes of the cache in host memory; 1 GiB by default"),
         lora_prefetch_dir=_works(
-            "has a folder for each adapter, named by its task id; read at the start, and when a request needs one"
+            "path of a folder with a folder for each adapter, named by its task id; adapters are "
+            "read at the start, and when a request needs them"
         ),
     ),
     *_of(
         DecodingConfig,
         decoding_mode=_refused(
-            "each request sets its own sampling; drafts are made by EAGLE-3 and MTP heads (Eagle) or by "
-            "speculative_decoding_mode of the argument `parameters`, or a request brings them "
-            "(external_draft_tokens_config)",
+            "each request sets its own sampling; drafts are made by EAGLE-3 and MTP heads (Eagle), "
+            "are guessed as speculative_decoding_mode of the argument `parameters` says, or are "
+            "sent with a request (external_draft_tokens_config)",
             *_SAMPLES,
             DecodingMode.Eagle(),
         ),
         lookahead_decoding_config=_refused(_NO_LOOKAHEAD),
         medusa_choices=_refused(_NO_MEDUSA),
         eagle_config=_works(
-            "drafts by the EAGLE-3 head of `parameters`, or by the checkpoint's own head (MTP); see EagleConfig"
+            "drafts are made by the EAGLE-3 head that the argument `parameters` names, or by the "
+            "checkpoint's own head (MTP); see EagleConfig"
         ),
     ),
     *_of(
@@ -402,20 +443,25 @@ _PARTS_OF_CONFIGURATION = [
     *_of(
         LogitsPostProcessorConfig,
         processor_map=_works(
-            "functions by name, which get the client id if they take five arguments; not in orchestrator mode"
+            "functions by name; functions with five parameters get the client id as the fifth "
+            "argument; refused in orchestrator mode"
         ),
         processor_batched=_works(
-            "called once in an iteration, for all requests that name `batched`; not in orchestrator mode"
+            "called once in an iteration, for all requests that name `batched`; refused in orchestrator mode"
         ),
-        replicate=_works("True: called on every rank that has logits; False: on one of them"),
+        replicate=_works(
+            "whether post-processors are called on every rank that has logits, or only on one of these ranks"
+        ),
     ),
     *_of(
         DebugConfig,
-        debug_input_tensors=_works("all inputs of every iteration"),
-        debug_output_tensors=_works("the outputs of every iteration"),
-        debug_tensor_names=_works("input_ids, positions, sequence_length, logits"),
+        debug_input_tensors=_works("if set, all inputs of every iteration are debug tensors"),
+        debug_output_tensors=_works("if set, the outputs of every iteration are debug tensors"),
+        debug_tensor_names=_works("names of debug tensors: input_ids, positions, sequence_length, logits"),
         debug_tensors_max_iterations=_works(
-            "0: tensors are written to files; otherwise they are fetched, but not in orchestrator mode"
+            "with 0 (the default), debug tensors are written to files; otherwise, "
+            "get_latest_debug_tensors returns those of as many iterations, except in orchestrator "
+            "mode"
         ),
     ),
     *_of(
@@ -423,19 +469,19 @@ _PARTS_OF_CONFIGURATION = [
         multi_block_mode=_ignored(_TENSORRT),
         enable_context_fmha_fp32_acc=_ignored(_TENSORRT),
         cuda_graph_mode=_ignored(
-            "on a GPU, iterations of up to 1,024 tokens are recorded in any case", False
+            "on a GPU, iterations of up to 1,024 tokens are always recorded as CUDA graphs", False
         ),
-        cuda_graph_cache_size=_ignored("all recordings are kept"),
+        cuda_graph_cache_size=_ignored("all recorded CUDA graphs are kept"),
     ),
     *_of(
         SpeculativeDecodingConfig,
-        fast_logits=_refused("no draft engine sends logits; they are sent with a request"),
+        fast_logits=_refused("draft logits are sent with the request; no draft engine sends them"),
     ),
     *_of(
         GuidedDecodingConfig,
         backend=_works("LLGUIDANCE is installed with this package; XGRAMMAR has to be installed separately"),
-        encoded_vocab=_works("the checkpoint's vocabulary by default; not in orchestrator mode"),
-        tokenizer_str=_works("the checkpoint's tokenizer by default; not in orchestrator mode"),
+        encoded_vocab=_works("the checkpoint's vocabulary by default; refused in orchestrator mode"),
+        tokenizer_str=_works("the checkpoint's tokenizer by default; refused in orchestrator mode"),
         stop_token_ids=_works(
             "tokens of encoded_vocab that are not text; only Request.end_id ends an output"
         ),

@@ -13,7 +13,7 @@ _HEAD = """# Fields of the Executor API
 
 This page says what each field of TensorRT-LLM's Executor API does in `inflight.executor`. A **refused** field
 raises `NotSupported` with the given reason when an `Executor` is created or a request is enqueued. An *ignored*
-field would change only time and memory, and is logged once. Default values are neither refused nor logged.
+field would change only speed or memory use, and is logged once. Default values are neither refused nor logged.
 
 `scripts/write_configs` writes this page.
 """
@@ -28,7 +28,7 @@ def page() -> str:
 
 
 def _rows(notes: Iterator[FieldNote]) -> Iterator[str]:
-    yield "| field | here |"
+    yield "| field | effect |"
     yield "|---|---|"
     for note in notes:
         yield f"| `{note.name}` | {_prefix(note)}{note.text} |"

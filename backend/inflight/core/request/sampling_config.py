@@ -93,7 +93,7 @@ class SamplingConfig:
         "number of sequences to sample, or of best beams to return",
         example=2,
         body=BodyField(of_openai=True, is_number=False, name="n"),
-        executor=ExecutorField(_at_least(1), "by default 1, or in a beam search all beams"),
+        executor=ExecutorField(_at_least(1), "1 by default, or in a beam search the number of beams"),
     )
     temperature: float = _declare(
         1.0,
@@ -105,7 +105,7 @@ class SamplingConfig:
         body=BodyField(
             1.0, {"ge": 0}, of_openai=True, meaning="divides the logits; 0 takes the likeliest token"
         ),
-        executor=ExecutorField(_at_least(0), "1 by default; 0 is greedy"),
+        executor=ExecutorField(_at_least(0), "1 by default; 0 makes decoding greedy"),
         on_command_line=True,
         setting=Setting(
             _CHOICE, "0 always takes the likeliest token; the higher, the more often others are chosen."
@@ -139,7 +139,7 @@ class SamplingConfig:
         ),
         executor=ExecutorField(
             _at_least(0),
-            "0 by default, which allows all tokens, but is greedy if top_p and min_p are unset too",
+            "0 by default, which allows all tokens; if top_p and min_p are unset, too, decoding is greedy",
         ),
         on_command_line=True,
         setting=Setting(_CHOICE, "The choice is among this many of the likeliest tokens.", usual="all"),
@@ -222,7 +222,7 @@ class SamplingConfig:
         body=BodyField(of_openai=True, is_number=False, name="seed"),
         executor=ExecutorField(
             _SEED,
-            "0 by default, a seed like any other: equal requests give equal tokens",
+            "0 by default; equal requests with equal seeds get equal tokens",
             name="seed",
             aliases=("random_seed",),
         ),
@@ -268,7 +268,7 @@ class SamplingConfig:
         example=1.125,
         looks_back=True,
         body=BodyField(1.0, {"gt": 0}),
-        executor=ExecutorField(_POSITIVE, "1 by default; tokens of the prompt count too"),
+        executor=ExecutorField(_POSITIVE, "1 by default; the penalty also applies to tokens of the prompt"),
         on_command_line=True,
         setting=Setting(
             _REPETITION, "Above 1, tokens of the prompt and of the answer become less likely to come again."
@@ -283,7 +283,7 @@ class SamplingConfig:
         looks_back=True,
         text_names=("presence_penalty", "sampling_param_presence_penalty"),
         body=BodyField(of_openai=True),
-        executor=ExecutorField(_ANY, "0 by default; tokens of the prompt count too"),
+        executor=ExecutorField(_ANY, "0 by default; the penalty also applies to tokens of the prompt"),
         on_command_line=True,
         setting=Setting(
             _REPETITION,
@@ -299,7 +299,7 @@ class SamplingConfig:
         looks_back=True,
         text_names=("frequency_penalty", "sampling_param_frequency_penalty"),
         body=BodyField(of_openai=True),
-        executor=ExecutorField(_ANY, "0 by default; tokens of the prompt count too"),
+        executor=ExecutorField(_ANY, "0 by default; the penalty also applies to tokens of the prompt"),
         on_command_line=True,
         setting=Setting(
             _REPETITION, "Tokens become less likely each time that the prompt or the answer has used them."
@@ -361,7 +361,9 @@ class SamplingConfig:
         example=2,
         other_dtypes=("BOOL",),
         body=BodyField(is_number=False),
-        executor=ExecutorField(_at_least(0), "1 by default: a search ends once enough beams have finished"),
+        executor=ExecutorField(
+            _at_least(0), "1 by default: a beam search ends once enough beams have finished"
+        ),
     )
     beam_search_diversity_rate: float = _declare(
         0.0,
