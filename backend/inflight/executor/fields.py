@@ -410,7 +410,7 @@ _PARTS_OF_CONFIGURATION = [
         ),
         host_cache_size=_works("size in bytes of the cache in host memory; 1 GiB by default"),
         lora_prefetch_dir=_works(
-            "path of a folder with a folder for each adapter, named by its task id; adapters are "
+            "path of a folder that has a subfolder for each adapter, named by its task id; adapters are "
             "read at the start, and when a request needs them"
         ),
     ),
