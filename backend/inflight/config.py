@@ -218,8 +218,8 @@ class SchedulingConfig:
         None,
         SPECULATION,
         "draft up to K next tokens of each sequence; prompt-lookup (K is 8 if not given): from the "
-        "sequence's own tokens; suffix (8): also from recent answers; mtp (1): by the checkpoint's draft "
-        "head, or by Gemma 4's in speculative_model_dir; eagle3 (3): by the EAGLE-3 head in "
+        "sequence's own tokens; suffix (8): from these and from recent answers; mtp (1): by the checkpoint's "
+        "draft head, or by Gemma 4's in speculative_model_dir; eagle3 (3): by the EAGLE-3 head in "
         "speculative_model_dir; none, the default: no drafts, except by prompt lookup for requests that ask "
         "for them",
     )
@@ -366,8 +366,8 @@ class EngineConfig:
     kv_cache_dtype: str = parameter(
         "auto",
         choice("auto", INT8, FP8),
-        "data type of stored keys and values; int8 and fp8 (e4m3): rounded, which takes about half of the "
-        "memory; auto: not rounded",
+        "data type of stored keys and values; int8 and fp8 (e4m3): keys and values are quantized and "
+        "take about half of the memory; auto: they are not quantized",
     )
     max_tokens_in_paged_kv_cache: int | None = parameter(
         None,
@@ -377,8 +377,8 @@ class EngineConfig:
     kv_cache_host_memory_bytes: int = parameter(
         0,
         integer(0),
-        "host memory for KV blocks that the GPU's cache has no room for; on a CPU this memory is added to "
-        "the cache",
+        "size of the host memory for KV blocks that do not fit into the GPU's cache; on a CPU this memory is "
+        "added to the cache",
     )
     recurrent_state_snapshots: int | None = parameter(
         None,
@@ -388,13 +388,12 @@ class EngineConfig:
     kv_cache_free_gpu_mem_fraction: float = parameter(
         0.9,
         share(above=True),
-        "how much of the GPU memory that is free after loading the weights becomes KV cache, as a fraction",
+        "size of the KV cache, as a fraction of the GPU memory that is free after loading the weights",
     )
     kv_cache_free_cpu_mem_fraction: float = parameter(
         0.5,
         share(above=True),
-        "how much of the memory that is free after loading the weights becomes KV cache on a CPU, as a "
-        "fraction",
+        "size of the KV cache on a CPU, as a fraction of the memory that is free after loading the weights",
     )
     lora_cache_optimal_adapter_size: int = parameter(
         8,
@@ -412,7 +411,7 @@ class EngineConfig:
     normalize_log_probs: bool = parameter(
         False,
         BOOLEAN,
-        "return log probabilities of the distribution that a token was sampled from, not the model's own",
+        "return log probabilities of the distribution from which a token was sampled; false: of the model's own",
         behind="exclude_input_in_output",
     )
     engine_threads: int | None = parameter(
@@ -504,8 +503,8 @@ class Parameters:
     gpt_model_type: str = parameter(
         "inflight_fused_batching",
         choice("V1", "inflight_batching", "inflight_fused_batching", any_case=True),
-        "V1: static batching, in which a batch ends before the next one starts; the other two: in-flight "
-        "batching, with context and generation in one forward pass",
+        "V1: static batching, in which a batch ends before the next one starts; inflight_batching and "
+        "inflight_fused_batching: in-flight batching, with context and generation in one forward pass",
         template="batching_strategy",
         complaint="{key} value of {text!r} is not supported",
     )
@@ -574,7 +573,7 @@ class Parameters:
     repeat_log_probs: bool = parameter(
         True,
         BOOLEAN,
-        "each response of a stream has output_log_probs of all tokens so far; false: only of its own tokens",
+        "each response of a stream has output_log_probs of all tokens so far; false: of the response's own tokens",
         _MODELS,
     )
     max_repeated_logits_bytes: int = parameter(
@@ -691,7 +690,8 @@ class Parameters:
     lora_cache_host_memory_bytes: int | None = parameter(
         None,
         integer(1),
-        "host memory for LoRA adapters; weights that wait to be stored may take as much again; default: 1 "
+        "host memory for LoRA adapters; weights that wait to be stored may take the same amount in "
+        "addition; default: 1 "
         "GiB, or the size of one adapter of the highest rank if that is more",
     )
     lora_prefetch_dir: str | None = parameter(

@@ -404,7 +404,7 @@ class ParameterSpec:
             return f"not available yet, {self._neutral_advice}"
         if self.no_effect:
             expected = "any text" if self.kind is TEXT else self.kind.expected
-            return f"no effect, {self.no_effect}; {expected}"
+            return f"no effect, because {self.no_effect}; values: {expected}"
         default = self.default.value if isinstance(self.default, Enum) else self.default
         shown = str(default).lower() if isinstance(default, bool) else default
         expected = "" if self.kind is TEXT else self.kind.expected

@@ -193,7 +193,8 @@ def _add_listening_arguments(add: Callable[..., argparse.Action]) -> None:
         metavar="SIZE",
         type=_size,
         default=MAX_STORED_BYTES,
-        help="maximum size of the kept responses with their conversations, such as 500M (default: 64M)",
+        help="maximum size of all kept responses of /v1/responses, with their conversations, such as 500M "
+        "(default: 64M)",
     )
     add(
         "--response-store",

@@ -73,9 +73,9 @@ def _add_draft_options(parser: argparse.ArgumentParser) -> None:
         metavar="METHOD[:K]",
         type=value_of(SPECULATION),
         help="draft up to K tokens of each sequence; prompt-lookup: from the sequence's own tokens; suffix: "
-        "also from recent answers; mtp: by the checkpoint's draft head or that of --draft-model; "
-        "eagle3: by the head of --draft-model; none: only if a request asks for it (default: none; K is "
-        "8, with mtp 1, with eagle3 3)",
+        "from these and from recent answers; mtp: by the checkpoint's draft head or the head in --draft-model; "
+        "eagle3: by the head in --draft-model; none: no drafts, unless a request asks for them (default: "
+        "none; if K is not given, it is 1 for mtp, 3 for eagle3 and 8 otherwise)",
     )
     add(
         "--draft-model",
@@ -172,10 +172,10 @@ def _add_log_options(parser: argparse.ArgumentParser) -> None:
         "--log-format",
         choices=FORMATS,
         default="text",
-        help="json: every line of the log, of all processes, is a JSON object (default: %(default)s)",
+        help="json: every process logs each line as a JSON object (default: %(default)s)",
     )
     add("--no-access-log", action="store_true", help="do not log a line for each request")
-    add("--log-verbose", action="store_true", help="write tritonserver's verbose log, with all of its lines")
+    add("--log-verbose", action="store_true", help="log everything that tritonserver's verbose log contains")
     add(
         "--otlp-traces-endpoint",
         metavar="URL",
