@@ -405,8 +405,8 @@ class EngineConfig:
     lora_cache_gpu_memory_fraction: float | None = parameter(
         None,
         share(),
-        "how much of the device memory that is free after loading the weights is used for LoRA adapters, as "
-        "a fraction; 0: no adapters; default: 0.05, or 0 if that is too little for one adapter",
+        "memory for LoRA adapters, as a fraction of the device memory that is free after loading the "
+        "weights; 0: no adapters; default: 0.05, or 0 if that is too little for one adapter",
     )
     normalize_log_probs: bool = parameter(
         False,
