@@ -70,7 +70,7 @@ def code_of(model: dict[str, str]) -> str:
 
 
 def table() -> str:
-    lines = ["| models | `architectures` | on a CPU by |", "|---|---|---|"]
+    lines = ["| models | `architectures` | computed on a CPU by |", "|---|---|---|"]
     lines += [f"| {name} | `{each['architecture']}` | {code_of(each)} |" for name, each in PUBLISHED.items()]
     return "\n".join(lines)
 

@@ -25,7 +25,7 @@ _SOUND = "several streams of sound tokens"
 UNSERVED: Mapping[str, str] = {
     "axk2": _INDEXER,
     "blt": "patches of bytes in place of tokens",
-    "bailing_hybrid": "its forms of latent and Kimi Delta Attention",
+    "bailing_hybrid": "its own variants of latent attention and Kimi Delta Attention",
     "deepseek_v32": _INDEXER,
     "deepseek_v4": _STREAMS,
     "dots3_note": _INDEXER,
