@@ -298,7 +298,7 @@ def _table(zoo: Zoo, scratch: Path, families: Sequence[Family]) -> str:
 
 def _targets() -> str:
     """Return the table of targets of all machines, with the code that computes each dtype."""
-    lines = ["| target | float32 | bfloat16, int8, 4 bits | float16, fp8 | |", "|---|---|---|---|---|"]
+    lines = ["| target | float32 | bfloat16, int8, 4 bits | float16, fp8 | note |", "|---|---|---|---|---|"]
     targets = [*itertools.chain(*library._OF_MACHINES.values()), library._GENERIC]
     for target, slower in itertools.zip_longest(targets, targets[1:]):
         cells = [
@@ -306,7 +306,7 @@ def _targets() -> str:
             if dtype not in library._ELEMENTS
             else "compiled"
             if dtype in target.dtypes
-            else f"as `{slower.name}`"
+            else f"compiled, as for `{slower.name}`"
             for dtype in ("float32", "bfloat16", "float16")
         ]
         lines.append(f"| `{target.name}` | {' | '.join(cells)} | {target.caveat} |")
