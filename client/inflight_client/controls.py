@@ -81,7 +81,7 @@ CONTROLS: dict[str, tuple[str, str, str, int, str]] = {
         "random_seed",
         "uint64",
         0,
-        "seed of the random numbers: the same seed, the same tokens; 0 by default",
+        "seed of the random numbers; identical requests with the same seed get the same tokens; 0 by default",
     ),
     "allowed_token_ids": (
         "allowed_token_ids",

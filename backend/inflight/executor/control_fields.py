@@ -30,8 +30,8 @@ class SamplingControls(Typed):
         top_p_reset_ids: id of a token that resets top_p; -1: none. In this API: none by default.
         min_p: keep tokens of at least min_p times the largest probability; 0: all. In this API: 0 by
             default.
-        seed: seed of the random numbers: the same seed, the same tokens; 0 by default. In this API: 0 by
-            default; equal requests with equal seeds get equal tokens.
+        seed: seed of the random numbers; identical requests with the same seed get the same tokens; 0 by
+            default. In this API: 0 by default; equal requests with equal seeds get equal tokens.
         repetition_penalty: divides positive and multiplies negative logits of tokens seen, prompt included;
             1: none. In this API: 1 by default; the penalty also applies to tokens of the prompt.
         presence_penalty: subtracted once from the logits of tokens seen, prompt included; 0: none. In this
@@ -43,9 +43,9 @@ class SamplingControls(Typed):
             In this API: off by default; 0 and 1 << 30 mean off.
         length_penalty: a beam's score is divided by its length to this power; 0 by default. In this API: 0
             by default.
-        early_stopping: with enough finished beams, end at once (1), if no running beam is better (0), or if
-            none can become better (other values). In this API: 1 by default: a beam search ends once enough
-            beams have finished.
+        early_stopping: once enough beams have finished, end the search at once (1), when no running beam is
+            better (0), or when none can become better (other values). In this API: 1 by default: a beam
+            search ends once enough beams have finished.
         beam_search_diversity_rate: this times a beam's index is added to the scores that rank its
             candidates; 0 by default. In this API: 0 by default.
     """

@@ -116,7 +116,8 @@ _PROMPT = (
         "stop_words_list",
         "INT32",
         (2, -1),
-        "words that end the output and are returned: ids, then end offsets: [[5,7,3,9,2],[3,5,-1,-1,-1]]",
+        "words that end the output and are returned: all ids, then where each word ends: "
+        "[[5,7,3,9,2],[3,5,-1,-1,-1]]",
     ),
     TensorSpec(
         "bad_words_list", "INT32", (2, -1), "words that are never generated, in the layout of stop_words_list"
@@ -129,7 +130,7 @@ _PROMPT = (
         text_names=("stop_words", "sampling_param_stop"),
     ),
     _both("bad_words", "BYTES", "texts that are never generated, in their usual tokenizations", (-1,)),
-    TensorSpec("embedding_bias", "FP32", (-1,), "[vocab_size], added to the logits"),
+    TensorSpec("embedding_bias", "FP32", (-1,), "[vocab_size]: number added to the logit of each token"),
     _both("embedding_bias_words", "BYTES", "texts whose tokens get a bias", (-1,)),
     _both(
         "embedding_bias_weights", "FP32", "bias for the tokens of each text in embedding_bias_words", (-1,)
@@ -190,7 +191,8 @@ _ADAPTERS = (
         "prompt_table_extra_ids",
         "UINT64",
         (-1,),
-        "one number per prompt token, 0 for text: KV blocks are shared only if these are equal",
+        "one number per prompt token, 0 for text: KV blocks are shared only between prompts "
+        "with equal numbers",
     ),
     _text_only("prompt_table_extra_id", "UINT64", "extra id of all rows of prompt_embedding_table"),
     _both(
@@ -212,7 +214,7 @@ _ADAPTERS = (
         "[rows, 3 or 4]: module id, layer, rank, and whether the row is DoRA",
         (-1, -1),
     ),
-    _both("lora_name", "BYTES", "name that the operator gave to a LoRA adapter; instead of lora_task_id"),
+    _both("lora_name", "BYTES", "name that the operator gave to a LoRA adapter; replaces lora_task_id"),
     _llmapi(
         "lora_path",
         "BYTES",
@@ -237,7 +239,7 @@ _DRAFTS = (
         "draft_acceptance_threshold",
         "FP32",
         (),
-        "accept a draft token if p_target / p_draft is at least this",
+        "accept a draft token if p_target / p_draft is at least this number",
     ),
     *(
         TensorSpec(
@@ -277,7 +279,7 @@ _PICTURES = (
     _both(
         "image_sizes_input",
         "INT64",
-        "[pictures, 2]: height and width of each picture in image_bytes_input, if that is padded",
+        "[pictures, 2]: height and width of each picture in image_bytes_input, if the pictures are padded",
         (-1, 2),
     ),
     _both("image_url_input", "BYTES", "URLs of pictures of text_input", (-1,)),
@@ -396,14 +398,19 @@ _CACHE = (
     _both(
         "retention_token_range_starts",
         "INT32",
-        "first token of each prompt range with its own retention priority",
+        "position of the first token of each range of the prompt that gets a retention priority",
         (-1,),
     ),
-    _both("retention_token_range_ends", "INT32", "token after each range; -1: the prompt's end", (-1,)),
+    _both(
+        "retention_token_range_ends",
+        "INT32",
+        "position after the last token of each range; -1: the prompt's end",
+        (-1,),
+    ),
     _both(
         "retention_token_range_priorities",
         "INT32",
-        "retention priority of each range, 0 .. 100; lower is evicted first; default: 35",
+        "retention priority of each range, 0 .. 100; blocks of lower priority are evicted first; default: 35",
         (-1,),
     ),
     _both(
@@ -420,7 +427,7 @@ _CACHE = (
 )
 
 _QUEUE = (
-    _both("priority", "FP32", "0 .. 1; requests of higher priority start first; default: 0.5"),
+    _both("priority", "FP32", "from 0 to 1; requests of higher priority start first; default: 0.5"),
     _both("client_id", "UINT64", "id of the client; clients of equal priority take turns; default: 0"),
     _both("allotted_time_ms", "INT32", "time from arrival after which the request ends; 0: no limit"),
 )

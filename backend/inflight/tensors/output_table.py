@@ -55,9 +55,23 @@ OUTPUTS = TensorTable(
             "text of each beam; in a stream only the new text",
             is_batched=False,
         ),
-        _output("finish_reason", "BYTES", (-1,), _SO_FAR, "[beams] NOT_FINISHED, END_ID, LENGTH, …"),
-        _output("batch_index", "INT32", (1,), _SAME, "index of the prompt in the batch; only for batches"),
-        _output("sequence_index", "INT32", (1,), _SAME, "index among num_return_sequences; only for several"),
+        _output(
+            "finish_reason",
+            "BYTES",
+            (-1,),
+            _SO_FAR,
+            "[beams] why each beam ended: NOT_FINISHED, END_ID, LENGTH, …",
+        ),
+        _output(
+            "batch_index", "INT32", (1,), _SAME, "index of the prompt in the batch; sent only for batches"
+        ),
+        _output(
+            "sequence_index",
+            "INT32",
+            (1,),
+            _SAME,
+            "index of the sequence; sent only if num_return_sequences is above 1",
+        ),
         _asked("num_input_tokens", "INT32", (1,), _SAME, "number of prompt tokens"),
         _asked(
             "num_output_tokens",
@@ -99,9 +113,21 @@ OUTPUTS = TensorTable(
             "[beams, n, k] log probs of the likeliest tokens, likeliest first",
             "num_top_log_probs",
         ),
-        _asked("prompt_log_probs", "FP32", (-1,), _SAME, "[prompt tokens] log probs; 0 for the first token"),
-        _asked("context_logits", "FP32", (-1, -1), _SAME, "[prompt tokens, vocab_size]"),
-        _asked("generation_logits", "FP32", (-1, -1, -1), _NEW, "[beams, n, vocab_size]"),
+        _asked(
+            "prompt_log_probs",
+            "FP32",
+            (-1,),
+            _SAME,
+            "[prompt tokens] log probs of the prompt; 0 for its first token",
+        ),
+        _asked("context_logits", "FP32", (-1, -1), _SAME, "[prompt tokens, vocab_size] logits of the prompt"),
+        _asked(
+            "generation_logits",
+            "FP32",
+            (-1, -1, -1),
+            _NEW,
+            "[beams, n, vocab_size] logits of the generated tokens",
+        ),
         _metric("kv_cache_alloc_new_blocks", "KV blocks allocated for the prompt"),
         _metric("kv_cache_reused_blocks", "KV blocks found in the cache"),
         _metric("kv_cache_missed_blocks", "full blocks of prompt tokens not found in the cache"),
@@ -147,7 +173,14 @@ ADDITIONAL_OUTPUTS = (
         "[prompt tokens, width] of an additional output (additional-outputs.md)",
         "additional_outputs",
     ),
-    _asked(f"{GENERATION}<name>", "FP32", (-1, -1, -1), _NEW, "[sequences, n, width]", "additional_outputs"),
+    _asked(
+        f"{GENERATION}<name>",
+        "FP32",
+        (-1, -1, -1),
+        _NEW,
+        "[sequences, n, width] of an additional output",
+        "additional_outputs",
+    ),
 )
 """Rows for docs/tensors.md. The parameter additional_model_outputs determines which additional outputs exist."""
 

@@ -62,8 +62,8 @@ class InStream(Enum):
     A stream of a beam search always has everything so far.
     """
 
-    NEW = "the new tokens'"
-    SO_FAR = "all so far"
+    NEW = "the new tokens only"
+    SO_FAR = "everything so far"
     SAME = "the same in each"
     FIRST = "in the first response of each sequence only"
     LAST = "in the last response of the prompt only"

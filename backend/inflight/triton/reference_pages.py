@@ -61,7 +61,7 @@ def _inputs(specs: Iterable[TensorSpec], neutral: bool = False) -> Iterator[str]
 
 
 def _outputs(specs: Iterable[TensorSpec]) -> Iterator[str]:
-    head = "| name | in `ensemble` | type | shape | meaning | asked for by |"
+    head = "| name | in `ensemble` | type | shape | meaning | requested by |"
     yield f"{head} in each response of a stream |"
     yield "|---|---|---|---|---|---|---|"
     for spec in specs:

@@ -215,7 +215,7 @@ class SamplingConfig:
         0,
         "UINT64",
         _SEED,
-        "seed of the random numbers: the same seed, the same tokens; 0 by default",
+        "seed of the random numbers; identical requests with the same seed get the same tokens; 0 by default",
         example=11,
         text_names=("seed", "random_seed", "sampling_param_seed"),
         aliases=("seed",),
@@ -254,7 +254,7 @@ class SamplingConfig:
         (),
         "FP32",
         Range("finite numbers, or -inf to ban a token", lambda value: value < math.inf),
-        "the bias added to the logit of each of these tokens; -inf bans it",
+        "bias added to the logit of each token in logit_bias_ids; -inf bans the token",
         example=(1.5, -math.inf),
         bans=True,
         body=BodyField(of_openai=True, is_number=False, name="logit_bias"),
@@ -356,8 +356,8 @@ class SamplingConfig:
         0,
         "INT32",
         _at_least(0),
-        "with enough finished beams, end at once (1), if no running beam is better (0), or if none can become "
-        "better (other values)",
+        "once enough beams have finished, end the search at once (1), when no running beam is better (0), or when "
+        "none can become better (other values)",
         example=2,
         other_dtypes=("BOOL",),
         body=BodyField(is_number=False),
