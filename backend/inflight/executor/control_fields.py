@@ -46,7 +46,7 @@ class SamplingControls(Typed):
         early_stopping: once enough beams have finished, end the search at once (1), when no running beam is
             better (0), or when none can become better (other values). In this API: 1 by default: a beam
             search ends once enough beams have finished.
-        beam_search_diversity_rate: this times a beam's index is added to the scores that rank its
+        beam_search_diversity_rate: this number times a beam's index is added to the scores that rank its
             candidates; 0 by default. In this API: 0 by default.
     """
 

@@ -220,7 +220,7 @@ _ADAPTERS = (
         "BYTES",
         "folder of the LoRA adapter below lora_dir; lora_name and lora_task_id are then only labels",
     ),
-    _llmapi("lora_ckpt_source", "BYTES", "format of the folder lora_path: hf, which is PEFT's"),
+    _llmapi("lora_ckpt_source", "BYTES", "format of the folder lora_path: hf for PEFT's format"),
     _both("lora_command", "BYTES", "JSON command: list, load or unload adapters instead of generating"),
 )
 
@@ -256,7 +256,7 @@ _DRAFTS = (
     _both(
         "prompt_lookup_num_tokens",
         "INT32",
-        "most tokens to draft, by speculative_decoding_mode or else by prompt lookup; 0: that mode's number",
+        "most tokens to draft, by speculative_decoding_mode or else by prompt lookup; 0: the number of that mode",
     ),
     _text_only(
         "num_draft_tokens",

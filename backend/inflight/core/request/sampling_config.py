@@ -369,7 +369,7 @@ class SamplingConfig:
         0.0,
         "FP32",
         _within(0.0, LARGEST),
-        "this times a beam's index is added to the scores that rank its candidates; 0 by default",
+        "this number times a beam's index is added to the scores that rank its candidates; 0 by default",
         example=0.5,
         executor=ExecutorField(_at_least(0), "0 by default"),
     )
