@@ -321,12 +321,15 @@ def test_windows_that_all_layers_share_are_prepared_once(zoo: Zoo) -> None:
     [
         (
             {"max_attention_window_size": (16, 0)},
-            "max_attention_window_size is (16, 0), expected integers >= 1 ",
+            "max_attention_window_size is (16, 0), expected integers >= 1, separated by commas",
         ),
-        ({"max_attention_window_size": (-1,)}, "max_attention_window_size is (-1,), expected integers >= 1 "),
+        (
+            {"max_attention_window_size": (-1,)},
+            "max_attention_window_size is (-1,), expected integers >= 1, separated by commas",
+        ),
         (
             {"max_attention_window_size": (1.5,)},
-            "max_attention_window_size is (1.5,), expected integers >= 1 ",
+            "max_attention_window_size is (1.5,), expected integers >= 1, separated by commas",
         ),
         ({"sink_token_length": -1}, "sink_token_length is -1, expected an integer >= 0"),
         (
