@@ -74,22 +74,22 @@ def test_files_without_room_for_a_block(tmp_path: Path, dtype: str | None, least
 
 
 def test_models_that_cannot_be_divided_among_the_ranks(tmp_path: Path) -> None:
-    def of_ranks(folder: Path, tp: int, pp: int, **wanted: object) -> list[str]:
-        return [*preflight.problems(ServerOptions(wanted=Wanted(folder, **wanted), tp=tp, pp=pp))]  # type: ignore[arg-type]
+    def of_ranks(wanted: Wanted, tp: int, pp: int) -> list[str]:
+        return [*preflight.problems(ServerOptions(wanted=wanted, tp=tp, pp=pp))]
 
     model = make_model(tmp_path / "model", "llama-gqa")
     head = make_random_head(tmp_path / "head", model)
     own = make_drafting_model(tmp_path / "own", "qwen3.5")
     heads = ((model.folder, "eagle3", head.folder), (own.folder, "mtp", None))
     for folder, mode, of_folder in heads:
-        wanted = {"speculate": mode, "draft_model": of_folder}
-        assert of_ranks(folder, 2, 1, **wanted) == []
-        (found,) = of_ranks(folder, 1, 2, **wanted)
+        wanted = Wanted(folder, speculate=mode, draft_model=of_folder)
+        assert of_ranks(wanted, 2, 1) == []
+        (found,) = of_ranks(wanted, 1, 2)
         assert found.startswith(
             f"pipeline_parallel_size is 2, expected 1: speculative_decoding_mode is {mode}"
         )
-    folder_and_size = {"kv_cache_dir": tmp_path, "kv_cache_disk_bytes": 1024}
-    (found,) = of_ranks(model.folder, 2, 1, **folder_and_size)
+    small = Wanted(model.folder, kv_cache_dir=tmp_path, kv_cache_disk_bytes=1024)
+    (found,) = of_ranks(small, 2, 1)
     assert found.startswith(
         "--kv-cache-disk is 1024 bytes, and the file of one KV block on each of 2 ranks has"
     )

@@ -36,9 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _checks(given: argparse.Namespace) -> list[tuple[str, Callable[[], Iterable[Finding]]]]:
     has_gpu = machine.has_gpu()
-    model = (
-        Path(given.model) if given.model and os.path.isdir(given.model) else None
-    )  # False if it cannot be seen
+    # `os.path.isdir` is False for a folder that this user may not see; `Path.is_dir` would raise an error.
+    model = Path(given.model) if given.model and os.path.isdir(given.model) else None
     ports = {service: getattr(given, f"{service}_port") for service in _PORTS}
     checks: list[tuple[str, Callable[[], Iterable[Finding]]]] = [
         ("Python", machine.check_python),

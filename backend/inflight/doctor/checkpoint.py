@@ -87,10 +87,11 @@ def _parameters(folder: Path, dtype: str | None, settings: Mapping[str, str]) ->
 
 def _check_model(folder: Path, config: EngineConfig) -> Iterator[Finding]:
     from inflight.engine.capacity import find_device
-    from inflight.engine.load_decoder import computed_dtype, weight_bytes, with_wanted_head
+    from inflight.engine.load_decoder import computed_dtype, weight_bytes
     from inflight.engine.sequence_length import longest_sequence
     from inflight.errors import ConfigError
     from inflight.models import read_model_description
+    from inflight.models.draft_folder import with_wanted_head
     from inflight.models.loader import num_parameters
     from inflight.models.registry import UnknownFamily
     from inflight.models.sharding import Part
@@ -99,7 +100,9 @@ def _check_model(folder: Path, config: EngineConfig) -> Iterator[Finding]:
         if config.implementation == "transformers":
             yield from _check_transformers(folder, config)
             return
-        description = with_wanted_head(config, read_model_description(folder))
+        description = with_wanted_head(
+            read_model_description(folder), config.draft_head_dir, config.has_draft_head
+        )
         dtype, device = computed_dtype(config, description), find_device(config.device)
         path, linear_dtype, kept = _check_path(config, description, dtype, device)
         num_bytes = weight_bytes(config, description, device, Part.whole(description.decoder))

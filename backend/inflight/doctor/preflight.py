@@ -11,8 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
-from collections.abc import Mapping as MappingOf
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -32,11 +31,11 @@ from inflight.engine_folder import is_engine_folder
 from inflight.errors import ConfigError
 from inflight.gguf.folder import is_gguf
 from inflight.models.decoder_config import DecoderConfig
-from inflight.models.draft_folder import with_draft_head, with_head_folder
-from inflight.models.registry import bare_decoder, check_draft_head, describe
+from inflight.models.draft_folder import with_head_folder, with_wanted_head
+from inflight.models.registry import ModelDescription, bare_decoder, check_draft_head, describe
 from inflight.models.sharding import Part
 from inflight.pooling import Task, classifies, find_task
-from inflight.ranks.topology import Mapping
+from inflight.ranks import topology
 from inflight.server.launch import ServerOptions, lay_out
 from inflight.server.other_servers import flags_that_set
 from inflight.server.repository import read_engine_parameters
@@ -97,7 +96,7 @@ def problems(options: ServerOptions, root: Path = Path("/")) -> Iterator[str]:
         yield reason
 
 
-def _of_settings(message: str, settings: MappingOf[str, str]) -> str:
+def _of_settings(message: str, settings: Mapping[str, str]) -> str:
     """Return an error about config.pbtxt with the options by which its faulty parameters were set."""
     _, *faults = message.splitlines()
     if not faults or not all(fault.strip().split(":")[0] in settings for fault in faults):
@@ -236,17 +235,27 @@ def missing_gpu(parameters: Parameters | None, root: Path = Path("/")) -> str | 
     return f"gpu_device_ids has {parameters.gpu_device_ids[0]}, but this machine has no NVIDIA GPU"
 
 
-def lacking_in_decoder(parameters: Parameters | None) -> str | None:
-    """Return what the parameters require and the decoder lacks according to config.json; None if nothing."""
+def _own_decoder(parameters: Parameters | None) -> ModelDescription | None:
+    """Return the description of the model, if it is one that this engine implements itself."""
     if parameters is None or parameters.engine.gpt_model_path is None:
         return None
-    engine, folder = parameters.engine, Path(parameters.engine.gpt_model_path)
-    if engine.implementation in ("transformers", "tensorrt") or not (folder / "config.json").is_file():
+    folder = Path(parameters.engine.gpt_model_path)
+    if parameters.engine.implementation in ("transformers", "tensorrt"):
+        return None
+    if not (folder / "config.json").is_file():
         return None
     try:
-        model = describe(read_config_file(folder))
+        return describe(read_config_file(folder))
     except ConfigError:  # a model for transformers' own code, or loading it reports the error
         return None
+
+
+def lacking_in_decoder(parameters: Parameters | None) -> str | None:
+    """Return what the parameters require and the decoder lacks according to config.json; None if nothing."""
+    model = _own_decoder(parameters)
+    if parameters is None or model is None:
+        return None
+    engine = parameters.engine
     try:
         if engine.has_draft_head and engine.draft_head_dir is None:
             check_draft_head(model)
@@ -350,23 +359,15 @@ def _draft_folder(engine: EngineConfig | None) -> str | None:
 def _ranks(parameters: Parameters | None) -> str | None:
     """Return why the model, with its draft head, cannot be divided among the ranks, or why parts of its KV blocks
     cannot be saved."""
-    if parameters is None or parameters.engine.gpt_model_path is None:
+    model = _own_decoder(parameters)
+    if parameters is None or model is None:
         return None
-    engine, folder = parameters.engine, Path(parameters.engine.gpt_model_path)
-    if engine.implementation in ("transformers", "tensorrt") or not (folder / "config.json").is_file():
-        return None
+    engine = parameters.engine
     try:
-        model = describe(read_config_file(folder))
-    except ConfigError:  # as in `lacking_in_decoder`
-        return None
-    try:
-        if engine.draft_head_dir is not None:
-            model = with_head_folder(model, engine.draft_head_dir)
-        elif engine.has_draft_head:
-            model = with_draft_head(model)
+        model = with_wanted_head(model, engine.draft_head_dir, engine.has_draft_head)
         sizes = parameters.tensor_parallel_size, parameters.pipeline_parallel_size
         ranks = range(sizes[0] * sizes[1])
-        mappings = [Mapping(*sizes, rank, parameters.moe_expert_parallel_size) for rank in ranks]
+        mappings = [topology.Mapping(*sizes, rank, parameters.moe_expert_parallel_size) for rank in ranks]
         decoders = [
             Part.from_mapping(mapping, model.decoder).held_config(model.decoder) for mapping in mappings
         ]

@@ -32,10 +32,9 @@ from inflight.engine.layers.torch_sink import load_weights
 from inflight.engine.layers.transformers_decoder import TransformersDecoder, TransformersModel
 from inflight.engine.windows import AttentionWindow
 from inflight.errors import ConfigError
-from inflight.file_names import native
 from inflight.models import DecoderConfig
 from inflight.models.decoder_weights import DecoderWeights, PlainWeights
-from inflight.models.draft_folder import with_draft_head, with_head_folder
+from inflight.models.draft_folder import with_wanted_head
 from inflight.models.eagle_weights import eagle_bytes
 from inflight.models.gemma4_weights import gemma4_head_bytes
 from inflight.models.levels import MatrixKind
@@ -73,7 +72,7 @@ def find_model(
     if config.implementation != "transformers":
         try:
             model = read_model_description(path)
-            return with_wanted_head(config, model)
+            return with_wanted_head(model, config.draft_head_dir, config.has_draft_head)
         except UnknownFamily as error:
             if config.implementation == "torch" or config.drafts:
                 raise
@@ -89,13 +88,6 @@ def find_model(
     from inflight.engine.layers.transformers_model import load_transformers_model  # imports transformers
 
     return load_transformers_model(config, device, num_ranks)
-
-
-def with_wanted_head(config: EngineConfig, model: ModelDescription) -> ModelDescription:
-    """Return the description with the configured draft head, if any; raise ConfigError if it cannot have it."""
-    if config.draft_head_dir is not None:
-        return with_head_folder(model, native(config.draft_head_dir))
-    return with_draft_head(model) if config.has_draft_head else model
 
 
 def load_decoder(

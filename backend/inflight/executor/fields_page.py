@@ -20,7 +20,7 @@ field would change only speed or memory use, and is logged once. Default values 
 
 
 def page() -> str:
-    """Return the whole page."""
+    """Return the text of docs/executor-fields.md: a table for each class of the Executor API."""
     parts = [_HEAD]
     for owner, notes in groupby(FIELDS, key=lambda note: note.owner.__name__):
         parts += [f"## {owner}\n", *_rows(notes), ""]
