@@ -433,7 +433,8 @@ _PARTS_OF_CONFIGURATION = [
     *_of(
         EagleConfig,
         eagle_choices=_works(
-            "must be a chain: [[0], [0, 0], [0, 0, 0]] is a draft of up to three tokens; trees are refused"
+            "must be a chain: [[0], [0, 0], [0, 0, 0]], in any order, is a draft of up to three tokens; "
+            "trees are refused"
         ),
         greedy_sampling=_refused(_NO_THRESHOLDS, True),
         posterior_threshold=_refused(_NO_THRESHOLDS),
@@ -469,7 +470,7 @@ _PARTS_OF_CONFIGURATION = [
         multi_block_mode=_ignored(_TENSORRT),
         enable_context_fmha_fp32_acc=_ignored(_TENSORRT),
         cuda_graph_mode=_ignored(
-            "on a GPU, iterations of up to 1,024 tokens are always recorded as CUDA graphs", False
+            "on a GPU, iterations of up to 1,024 tokens are recorded as CUDA graphs in any case", False
         ),
         cuda_graph_cache_size=_ignored("all recorded CUDA graphs are kept"),
     ),
@@ -483,7 +484,7 @@ _PARTS_OF_CONFIGURATION = [
         encoded_vocab=_works("the checkpoint's vocabulary by default; refused in orchestrator mode"),
         tokenizer_str=_works("the checkpoint's tokenizer by default; refused in orchestrator mode"),
         stop_token_ids=_works(
-            "tokens of encoded_vocab that are not text; only Request.end_id ends an output"
+            "tokens of encoded_vocab that are not text; they do not end an output, but Request.end_id does"
         ),
     ),
     *_of(
