@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 import pytest
 
@@ -91,6 +92,34 @@ def test_a_head_that_is_often_right_goes_on() -> None:
         found = run(count, 0.8, 600, rows)
         assert found.last_call > 590
         assert found.time < 0.85 * found.num_tokens
+
+
+def drafting_requests(scheduler: Scheduler, first: int, count: int, share: float) -> list[int]:
+    """Generate requests one after the other, and return the numbers of those that had drafts."""
+    rng, found = random.Random(first), []
+    for number in range(first, first + count):
+        scheduler.accept(IterationInput(0, 0, (make_request(number, (1, 2, 3), 100),)))
+        num_drafts = 0
+        while (batch := scheduler.schedule()) is not None:
+            (drafts,) = [chunk.num_draft_tokens for chunk in batch.context] or [0]
+            num_drafts += drafts
+            num_accepted = sum(1 for _ in takewhile(lambda _: rng.random() < share, range(drafts)))
+            scheduler.update(batch, ModelOutput(batch.iteration, [(7,) * (num_accepted + 1)]))
+        if num_drafts:
+            found.append(number)
+    return found
+
+
+def test_few_sequences_try_a_head_that_was_never_right_and_all_use_it_again_when_it_is() -> None:
+    config = SchedulingConfig(
+        max_num_tokens=512,
+        speculative_decoding_mode=Speculation(Speculation.MTP, 3),
+        enable_kv_cache_reuse=False,
+    )
+    limits = replace(make_limits(num_blocks=100, max_sequence_length=1000), break_even_rows=16, **COSTS)
+    scheduler = Scheduler(config, limits)
+    assert drafting_requests(scheduler, 0, 60, 0.0) == [0, 2, 5, 10, 19, 36, 53]
+    assert drafting_requests(scheduler, 60, 20, 0.9) == list(range(70, 80))
 
 
 def test_with_many_rows_even_a_good_head_is_left_alone() -> None:

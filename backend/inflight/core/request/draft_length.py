@@ -15,6 +15,34 @@ _LARGEST_LOSS = 2.5
 """The drafts of a sequence end for good when they have cost as much more time than they saved as this many tokens
 take."""
 
+_MOST_LEFT_OUT = 16
+"""Largest number of sequences that get no drafts after a sequence whose drafts ended for good."""
+
+
+class DraftTrials:
+    """Decides which sequences try a draft head, by what drafts cost and saved in earlier sequences.
+
+    After a sequence whose drafts ended for good, the next sequence gets no drafts; after another such sequence the
+    next two, then four, and so on. A sequence whose drafts save as much time as could have been lost ends this.
+    """
+
+    def __init__(self) -> None:
+        self._num_left = 0  # sequences until one tries again
+        self._next_pause = 1
+
+    def take(self) -> bool:
+        """Return whether a new sequence tries drafts."""
+        self._num_left -= 1
+        return self._num_left < 0
+
+    def lost(self) -> None:
+        """Take account of a sequence whose drafts ended for good."""
+        self._num_left, self._next_pause = self._next_pause, min(2 * self._next_pause, _MOST_LEFT_OUT)
+
+    def gained(self) -> None:
+        """Take account of a sequence whose drafts saved time."""
+        self._num_left, self._next_pause = 0, 1
+
 
 class DraftLength:
     """A maximum length of a sequence's drafts that follows how many of the earlier ones were accepted.
@@ -28,13 +56,15 @@ class DraftLength:
 
     Args:
         most: The request's maximum.
+        trials: What is told once whether the drafts saved time, or have ended for good; None: nothing is told.
 
     Attributes:
         most: The request's maximum.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, trials: DraftTrials | None = None) -> None:
         self.most = most
+        self._trials = trials
         self._length = min(most, _FIRST_LENGTH)
         self._num_left = 0  # tokens until the next draft
         self._num_since = 0  # tokens since the last draft
@@ -68,11 +98,17 @@ class DraftLength:
     def spend(self, cost: float) -> None:
         """Take account of time for drafts, relative to the time in which the sequence gets a token."""
         self._gain -= cost
+        if self._trials is not None and self.is_over:
+            self._trials.lost()
+            self._trials = None
 
     def verified(self, num_tokens: int, num_accepted: int) -> None:
         """Take account of a draft of `num_tokens` tokens, of which the first `num_accepted` were accepted."""
         self._num_since = 0
         self._gain += num_accepted
+        if self._trials is not None and self._gain >= _LARGEST_LOSS:
+            self._trials.gained()
+            self._trials = None
         self._share += (num_accepted / num_tokens - self._share) * min(1, num_tokens / _REMEMBERED)
         if num_accepted == num_tokens:
             self._length = max(self._length, min(self.most, 2 * num_tokens))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Protocol
 
-from inflight.core.request.draft_length import DraftLength
+from inflight.core.request.draft_length import DraftLength, DraftTrials
 from inflight.core.request.head_drafts import HeadDrafts
 from inflight.core.request.prompt_lookup import PromptLookup
 from inflight.core.request.request import Request
@@ -33,7 +33,9 @@ class Drafter(Protocol):
 
 
 class Drafters:
-    """Makes the drafters of sequences, which depend on the requests and on the tokens generated so far only.
+    """Makes the drafters of sequences, which depend only on the requests and on the tokens generated so far.
+
+    With a draft head, some sequences get none, depending on how useful the head was for earlier sequences.
 
     Args:
         speculation: The method of the server; None: prompt lookup for the requests that ask for drafts.
@@ -43,6 +45,7 @@ class Drafters:
     def __init__(self, speculation: Speculation | None, has_useful_head: bool = False) -> None:
         self._speculation = speculation
         self._drafts_nothing = speculation is not None and speculation.has_head and not has_useful_head
+        self._trials = DraftTrials()
         self._answers = SuffixTree()  # recent answers of requests without a salt
 
     def with_default(self, request: Request) -> Request:
@@ -76,7 +79,7 @@ class Drafters:
             return None
         method = Speculation.PROMPT_LOOKUP if self._speculation is None else self._speculation.method
         if self._speculation is not None and self._speculation.has_head:
-            return HeadDrafts(most)
+            return HeadDrafts(most, self._trials) if self._trials.take() else None
         if method == Speculation.PROMPT_LOOKUP:
             return PromptLookup(tokens, most)
         has_salt = request.identity.cache_salt_id != 0

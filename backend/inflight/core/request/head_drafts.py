@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from inflight.core.request.draft_length import DraftLength
+from inflight.core.request.draft_length import DraftLength, DraftTrials
 
 GUESSED_ON_DEVICE = -1
 """Stands in a batch for a draft token that the device guesses itself, at the start of the forward pass."""
@@ -15,13 +15,14 @@ class HeadDrafts:
 
     Args:
         most: Maximum number of tokens of a draft.
+        trials: What is told whether the drafts saved time.
 
     Attributes:
         length: The length that the next draft should have at most, if drafts take time from other sequences.
     """
 
-    def __init__(self, most: int) -> None:
-        self.length = DraftLength(most)
+    def __init__(self, most: int, trials: DraftTrials) -> None:
+        self.length = DraftLength(most, trials)
 
     def append(self, token_ids: Iterable[int]) -> None:
         """Take account of new tokens of the answer, which are final."""
