@@ -24,6 +24,7 @@ from inflight.config import (
 )
 from inflight.errors import ConfigError
 from inflight.parameter_reader import read_parameters, without_effect
+from inflight.parameter_spec import DraftTree
 from tests.triton.factories import make_model_config, make_parameters
 
 UNBUILT = [spec for spec in PARAMETERS if spec.neutral is not None]
@@ -176,8 +177,9 @@ GOOD = [
     ("speculative_decoding_mode", "mtp", Speculation("mtp", 1)),
     ("speculative_decoding_mode", "mtp:3", Speculation("mtp", 3)),
     ("speculative_model_dir", "/heads/a", "/heads/a"),
-    ("eagle_choices", "{0, 0, 0}, {0}, {0, 0}", 3),
-    ("eagle_choices", "[[0], [0, 0]]", 2),
+    ("eagle_choices", "{0, 0, 0}, {0}, {0, 0}", DraftTree(3)),
+    ("eagle_choices", "[[0], [0, 0]]", DraftTree(2)),
+    ("eagle_choices", "{{0}, {1}, {0, 0}, {0, 1}, {1, 0}}", DraftTree(2, 3)),
     ("lora_adapters", "sql=/a/sql, chat = /a/c=d", (("sql", "/a/sql"), ("chat", "/a/c=d"))),
     ("enable_adapter_commands", "true", True),
     ("enable_sleep_mode", "true", True),
@@ -233,7 +235,7 @@ def test_a_head_of_gemma_4_implies_another_mode(tmp_path: Path) -> None:
         ({"speculative_decoding_mode": "mtp"}, "mtp"),
     ],
 )
-def test_choices_that_are_a_chain_set_the_length_of_drafts(beside: dict[str, str], method: str) -> None:
+def test_the_likeliest_choices_set_the_length_of_drafts(beside: dict[str, str], method: str) -> None:
     scheduler = make_parameters(Role.ENGINE, eagle_choices="{0, 0}, {0}", **beside).scheduler
     assert scheduler.speculative_decoding_mode == Speculation(method, 2)
 
@@ -248,7 +250,7 @@ def test_choices_that_are_a_chain_set_the_length_of_drafts(beside: dict[str, str
     ],
 )
 def test_choices_need_a_head_and_no_other_length(beside: dict[str, str], message: str) -> None:
-    with pytest.raises(ConfigError, match=f"eagle_choices: got a chain of 2, {message}"):
+    with pytest.raises(ConfigError, match=f"eagle_choices: got drafts of 2 tokens, {message}"):
         make_parameters(Role.ENGINE, eagle_choices="{0, 0}, {0}", **beside)
 
 
@@ -317,15 +319,20 @@ BAD = [
     ("speculative_decoding_mode", "suffix:", "none, prompt-lookup, suffix, mtp or eagle3"),
     ("speculative_decoding_mode", "suffix:65", "none, prompt-lookup, suffix, mtp or eagle3"),
     ("speculative_decoding_mode", "mtp:65", "none, prompt-lookup, suffix, mtp or eagle3"),
-    ("eagle_choices", "{0}, {1}", "{0}, {0, 0}, {0, 0, 0} and so on, up to 64, as drafts here are chains"),
-    ("eagle_choices", "{0, 0, 0}, {0, 1}", "{0}, {0, 0}"),
-    ("eagle_choices", "{0}, {0}", "{0}, {0, 0}"),
-    ("eagle_choices", "{0, 0}", "{0}, {0, 0}"),
-    ("eagle_choices", "3", "{0}, {0, 0}"),
-    ("eagle_choices", "{0}, 0", "{0}, {0, 0}"),
-    ("eagle_choices", "{}", "{0}, {0, 0}"),
-    ("eagle_choices", "{0", "{0}, {0, 0}"),
-    ("eagle_choices", ", ".join(f"{{{', '.join('0' * n)}}}" for n in range(1, 66)), "{0}, {0, 0}"),
+    ("eagle_choices", "{1}", "a tree that contains {0}, such as {0}, {1}, {0, 0}, and at most 64 of"),
+    ("eagle_choices", "{0}, {-1}", "a tree that contains {0}"),
+    ("eagle_choices", "{0}, {0, 0, 0}, {0, 1}", "a tree that contains {0}"),
+    ("eagle_choices", "{0}, {0}", "a tree that contains {0}"),
+    ("eagle_choices", "{0, 0}", "a tree that contains {0}"),
+    ("eagle_choices", "3", "a tree that contains {0}"),
+    ("eagle_choices", "{0}, 0", "a tree that contains {0}"),
+    ("eagle_choices", "{}", "a tree that contains {0}"),
+    ("eagle_choices", "{0", "a tree that contains {0}"),
+    (
+        "eagle_choices",
+        ", ".join(f"{{{', '.join('0' * n)}}}" for n in range(1, 66)),
+        "a tree that contains {0}",
+    ),
     ("lora_adapters", "/adapters/a", "names, each used once and followed by = and a folder"),
     ("lora_adapters", "a=/x,=/y", "names, each used once and followed by = and a folder"),
     ("lora_adapters", "a=/x,a=/y", "names, each used once and followed by = and a folder"),

@@ -34,6 +34,7 @@ from inflight.parameter_spec import (
     TOKEN_IDS,
     URL,
     WINDOWS,
+    DraftTree,
     KvEventsConfig,
     ParameterKind,
     ParameterSpec,
@@ -229,11 +230,12 @@ class SchedulingConfig:
         "folder of an EAGLE-3 head, which implies speculative_decoding_mode eagle3, or of "
         "Gemma 4's draft head, which implies mtp:3",
     )
-    eagle_choices: int | None = parameter(
+    eagle_choices: DraftTree | None = parameter(
         None,
         CHOICES,
-        "draft tree of an EAGLE-3 or MTP head, as in TensorRT-LLM; only a chain is accepted, and its length "
-        "sets K of speculative_decoding_mode",
+        "draft tree of an EAGLE-3 or MTP head, as in TensorRT-LLM; its nodes {0}, {0, 0}, {0, 0, 0} and so on "
+        "are drafted, and their number sets K of speculative_decoding_mode; other nodes have no effect, which is "
+        "logged",
     )
     max_num_requests: int = -1
     sequences_per_iteration: int = SEQUENCES_PER_ITERATION

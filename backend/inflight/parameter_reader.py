@@ -109,11 +109,12 @@ def _take_draft_folder(given: dict[str, Any]) -> list[str]:
 
 
 def _take_choices(given: dict[str, Any]) -> list[str]:
-    """Make the number of `eagle_choices` the length of drafts; return the problems if there is no head for it or
+    """Make the length of a draft that of `eagle_choices`; return the problems if there is no head for it or
     for the `decoding_mode` eagle."""
-    length, mode = given.get("eagle_choices"), given.get("speculative_decoding_mode")
+    tree, mode = given.get("eagle_choices"), given.get("speculative_decoding_mode")
+    length = None if tree is None else tree.num_tokens
     if mode is None or not mode.has_head:
-        asking = [] if length is None else [f"eagle_choices: got a chain of {length}"]
+        asking = [] if length is None else [f"eagle_choices: got drafts of {length} tokens"]
         if given.get("decoding_mode") == "eagle":
             asking.append("decoding_mode: got eagle")
         return [
@@ -125,7 +126,7 @@ def _take_choices(given: dict[str, Any]) -> list[str]:
         return []
     if mode.num_tokens not in (length, Speculation.default_length(mode.method)):
         return [
-            f"eagle_choices: got a chain of {length}, but speculative_decoding_mode is "
+            f"eagle_choices: got drafts of {length} tokens, but speculative_decoding_mode is "
             f"{mode.method}:{mode.num_tokens}: set only one of them"
         ]
     given["speculative_decoding_mode"] = Speculation(mode.method, length)

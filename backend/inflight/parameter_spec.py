@@ -189,36 +189,65 @@ class Speculation:
         return self.method in (self.MTP, self.EAGLE3)
 
 
-def chain_length(choices: Sequence[Sequence[int]]) -> int | None:
-    """Return the length of a draft tree that is a chain; None if the tree has branches.
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """A draft tree of TensorRT-LLM, of which only the path of the likeliest guesses is drafted.
 
-    Args:
-        choices: The tree's nodes in any order, as paths from the root: at each step the rank of the guess. In a
-            chain all ranks are 0.
+    Attributes:
+        num_tokens: Number of nodes on that path, which is the length of a draft.
+        num_left_out: Number of the other nodes.
     """
-    paths = sorted(list(path) for path in choices)
-    is_chain = bool(paths) and paths == [[0] * length for length in range(1, len(paths) + 1)]
-    return len(paths) if is_chain else None
+
+    num_tokens: int
+    num_left_out: int = 0
+
+    @classmethod
+    def of(cls, choices: Sequence[Sequence[int]]) -> DraftTree:
+        """Return the tree with the nodes `choices`. Raises ValueError if they are not a tree.
+
+        Args:
+            choices: The nodes in any order, as paths from the root: at each step the rank of the guess, from 0.
+                The likeliest guesses are [0], [0, 0], [0, 0, 0] and so on.
+        """
+        paths = {tuple(path) for path in choices}
+        is_tree = len(paths) == len(choices) and all(
+            path and path[-1] >= 0 and (len(path) == 1 or path[:-1] in paths) for path in paths
+        )
+        num_tokens = sum(1 for path in paths if not any(path))
+        if not is_tree or not num_tokens:
+            raise ValueError(choices)
+        return cls(num_tokens, len(paths) - num_tokens)
+
+    @property
+    def note(self) -> str:
+        """The log line about nodes that are not drafted; empty if there are none."""
+        if not self.num_left_out:
+            return ""
+        return (
+            f"eagle_choices: the likeliest guesses are drafted, up to {self.num_tokens} tokens; "
+            f"other nodes of the tree ({self.num_left_out}) have no effect"
+        )
 
 
-def _parse_choices(text: str) -> int:
-    """Return the length of a chain in tensorrtllm_backend's form or in JSON. Raises ValueError."""
+def _parse_choices(text: str) -> DraftTree:
+    """Return a tree in tensorrtllm_backend's form or in JSON. Raises ValueError."""
     found: Any = json.loads(f"[{text.replace('{', '[').replace('}', ']')}]")
     if text.lstrip().startswith(("[[", "{{")):
         (found,) = found
     try:
-        length = chain_length(found) if all(type(rank) is int for path in found for rank in path) else None
+        are_numbers = all(type(rank) is int for path in found for rank in path)
     except TypeError:  # a number in place of a path
-        length = None
-    if length is None:
+        are_numbers = False
+    if not are_numbers:
         raise ValueError(text)
-    return length
+    return DraftTree.of(found)
 
 
 CHOICES = ParameterKind(
-    f"{{0}}, {{0, 0}}, {{0, 0, 0}} and so on, up to {MAX_DRAFT_TOKENS}, as drafts here are chains and not trees",
+    "a tree that contains {0}, such as {0}, {1}, {0, 0}, and at most "
+    f"{MAX_DRAFT_TOKENS} of {{0}}, {{0, 0}}, {{0, 0, 0}} and so on",
     _parse_choices,
-    lambda value: 1 <= value <= MAX_DRAFT_TOKENS,
+    lambda value: value.num_tokens <= MAX_DRAFT_TOKENS,
 )
 
 FROM_EARLIER_TOKENS = (

@@ -514,13 +514,27 @@ def test_a_chain_of_eagle_choices_is_the_length_of_drafts_by_a_head(
     assert unchanged.scheduler.speculative_decoding_mode == base
 
 
-@pytest.mark.parametrize(
-    "choices", [[[0], [1]], [[0, 0, 0], [0, 1]], [[0, 0]], [], [[]], [[0] * n for n in range(1, 66)]]
-)
-def test_a_tree_of_eagle_choices_is_refused(choices: list[list[int]]) -> None:
-    decoding = trtllm.DecodingConfig(trtllm.DecodingMode.Eagle(), None, None, trtllm.EagleConfig(choices))
-    with pytest.raises(trtllm.NotSupported, match=r"^EagleConfig\.eagle_choices .* expected a chain"):
-        parameters(decoding_config=decoding)
+def _with_choices(choices: list[list[int]]) -> trtllm.DecodingConfig:
+    return trtllm.DecodingConfig(trtllm.DecodingMode.Eagle(), None, None, trtllm.EagleConfig(choices))
+
+
+def test_other_nodes_of_eagle_choices_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    made = parameters(decoding_config=_with_choices([[0], [1], [0, 0], [0, 1], [1, 0]]))
+    assert made.scheduler.speculative_decoding_mode == Speculation(Speculation.MTP, 2)
+    assert "the likeliest guesses are drafted, up to 2 tokens; other nodes of the tree (3)" in caplog.text
+
+
+@pytest.mark.parametrize("choices", [[[1]], [[0, 0, 0], [0, 1]], [[0, 0]], [], [[]], [[0], [0]], [[0], [-1]]])
+def test_eagle_choices_that_are_no_tree_are_refused(choices: list[list[int]]) -> None:
+    with pytest.raises(
+        trtllm.InvalidValue, match=r"^EagleConfig\.eagle_choices .* is not a tree that contains"
+    ):
+        parameters(decoding_config=_with_choices(choices))
+
+
+def test_eagle_choices_with_too_long_drafts_are_refused() -> None:
+    with pytest.raises(trtllm.NotSupported, match="path of 65 likeliest guesses, expected at most 64"):
+        parameters(decoding_config=_with_choices([[0] * n for n in range(1, 66)]))
 
 
 def test_additional_outputs_and_debug_tensors_are_converted() -> None:

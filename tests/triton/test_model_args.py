@@ -84,6 +84,13 @@ def test_parameters_without_effect_are_logged(caplog):
     assert "parameter decoding_mode is 'auto' and has no effect: it follows from each request" in caplog.text
 
 
+def test_nodes_of_a_draft_tree_that_are_not_drafted_are_logged(caplog):
+    caplog.set_level("INFO", "inflight")
+    values = {"eagle_choices": "{0}, {1}, {0, 0}", "speculative_decoding_mode": "mtp"}
+    read(parameters={key: {"string_value": text} for key, text in values.items()})
+    assert "drafted, up to 2 tokens; other nodes of the tree (1) have no effect" in caplog.text
+
+
 def declared_inputs(data_type: str) -> dict[str, object]:
     return {
         "input": [{"name": "lora_weights", "data_type": data_type}, {"name": "end_id", "data_type": "INT32"}],

@@ -115,7 +115,7 @@ _NO_MEDUSA = (
 _NO_THRESHOLDS = (
     "a draft token is accepted only if the model chooses the same token, so drafts change no output"
 )
-_NO_TREES = "drafts are chains and not trees"
+_NO_TREES = "each draft is one chain of tokens, and trees are not built while tokens are generated"
 _NO_TUNER = "the batch size and the number of tokens of an iteration are not tuned while the engine runs"
 _TENSORRT = "it concerns only kernels of TensorRT"
 _ALWAYS_COPIED = "a block of which only the beginning matches is always reused, as a copy"
@@ -433,8 +433,8 @@ _PARTS_OF_CONFIGURATION = [
     *_of(
         EagleConfig,
         eagle_choices=_works(
-            "must be a chain: [[0], [0, 0], [0, 0, 0]], in any order, is a draft of up to three tokens; "
-            "trees are refused"
+            "the nodes [0], [0, 0], [0, 0, 0] and so on are drafted, and their number is the maximum length of a "
+            "draft; other nodes of the tree have no effect, which is logged"
         ),
         greedy_sampling=_refused(_NO_THRESHOLDS, True),
         posterior_threshold=_refused(_NO_THRESHOLDS),

@@ -5,6 +5,7 @@ The checker in `fields.py` must be called first: it refuses or logs fields that 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -28,7 +29,9 @@ from inflight.executor.enums import (
     DecodingMode,
 )
 from inflight.executor.errors import InvalidValue, NotSupported
-from inflight.parameter_spec import MAX_DRAFT_TOKENS, chain_length
+from inflight.parameter_spec import MAX_DRAFT_TOKENS, DraftTree
+
+_logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_BATCH_SIZE = 64
 """Number of sequences that run at once if the configuration has room for them and names no other number."""
@@ -52,8 +55,8 @@ def to_parameters(config: ExecutorConfig, model_path: str, base: Parameters | No
             None: parameters' defaults. `parallel_config` decides which process starts several ranks.
 
     Raises:
-        InvalidValue: The configuration names a tensor that does not exist.
-        NotSupported: The configuration has a draft tree that is not a chain.
+        InvalidValue: The configuration names a tensor that does not exist, or has a draft tree that is none.
+        NotSupported: The configuration has drafts of more than MAX_DRAFT_TOKENS tokens.
     """
     base = base or Parameters()
     policy = _policy(config)
@@ -108,13 +111,20 @@ def _find_speculation(config: ExecutorConfig, base: Speculation | None) -> Specu
     choices = None if decoding.eagle_config is None else decoding.eagle_config.eagle_choices
     if choices is None:
         return base if base is not None and base.has_head else Speculation.parse(method)
-    length = chain_length(choices)
-    if length is None or length > MAX_DRAFT_TOKENS:
+    try:
+        tree = DraftTree.of(choices)
+    except ValueError as error:
+        raise InvalidValue(
+            f"EagleConfig.eagle_choices {choices} is not a tree that contains [0], such as [[0], [1], [0, 0]]"
+        ) from error
+    if tree.num_tokens > MAX_DRAFT_TOKENS:
         raise NotSupported(
-            f"EagleConfig.eagle_choices {choices} is not supported: expected a chain, which is [[0], [0, 0], "
-            f"[0, 0, 0]] for drafts of three tokens, of at most {MAX_DRAFT_TOKENS}"
+            f"EagleConfig.eagle_choices has a path of {tree.num_tokens} likeliest guesses, expected at most "
+            f"{MAX_DRAFT_TOKENS}"
         )
-    return Speculation(method, length)
+    if tree.note:
+        _logger.warning("%s", tree.note)
+    return Speculation(method, tree.num_tokens)
 
 
 def _scheduler_fields(config: ExecutorConfig) -> dict[str, Any]:

@@ -73,7 +73,10 @@ def read_model_args(args: Mapping[str, str], role: Role) -> ModelArgs:
     outputs = _outputs(config, role)
     _check_input_types(config)
     _check_additional(parameters, outputs)
-    for line in without_effect(config, role):
+    notes, tree = without_effect(config, role), parameters.scheduler.eagle_choices
+    if tree is not None and tree.note:
+        notes.append(tree.note)
+    for line in notes:
         _log.info("%s", line)
     return ModelArgs(
         name=args["model_name"],

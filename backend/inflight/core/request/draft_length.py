@@ -56,7 +56,7 @@ class DraftLength:
 
     Args:
         most: The request's maximum.
-        trials: What is told once whether the drafts saved time, or have ended for good; None: nothing is told.
+        trials: Told once whether the drafts saved time or ended for good; None: not told.
 
     Attributes:
         most: The request's maximum.

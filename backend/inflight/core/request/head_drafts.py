@@ -15,7 +15,7 @@ class HeadDrafts:
 
     Args:
         most: Maximum number of tokens of a draft.
-        trials: What is told whether the drafts saved time.
+        trials: Told whether the drafts saved time.
 
     Attributes:
         length: The length that the next draft should have at most, if drafts take time from other sequences.
