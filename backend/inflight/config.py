@@ -325,8 +325,8 @@ class EngineConfig:
         None,
         choice("torch", "transformers", "tensorrt"),
         "torch: this server's own layers; transformers: the code of Hugging Face transformers, which is "
-        "slower and runs all other families; tensorrt: plans that scripts/build made; default: depends on "
-        "the checkpoint's family",
+        "slower and also runs other families; tensorrt: plans that scripts/build made; default: tensorrt for "
+        "folders of plans, otherwise torch if it has the checkpoint's family, or transformers",
         key="engine",
     )
     engine_dir: str | None = parameter(
@@ -343,8 +343,8 @@ class EngineConfig:
     weights: str = parameter(
         "memory",
         choice("memory", MMAP),
-        "memory: load the weights into memory; mmap: the first load writes the packed weights of compiled "
-        "layers to a file in the user's cache, and later loads map it",
+        "memory: load the weights into memory; mmap: compiled layers map their packed weights from a file in "
+        "the user's cache, which the first load writes",
     )
     cuda_graph_mode: bool = parameter(
         True, BOOLEAN, "on a GPU, run iterations of up to 1,024 rows as CUDA graphs"
@@ -369,12 +369,13 @@ class EngineConfig:
         "auto",
         choice("auto", INT8, FP8),
         "data type of stored keys and values; int8 and fp8 (e4m3): keys and values are quantized and "
-        "take about half of the memory; auto: they are not quantized",
+        "take about half of the memory that 16-bit ones take; auto: they are not quantized",
     )
     max_tokens_in_paged_kv_cache: int | None = parameter(
         None,
         integer(1),
-        "size of the KV cache in tokens; default: as many as fit into the fraction of free memory",
+        "maximum size of the KV cache in tokens; default: as many as fit into the fraction of free memory, on "
+        "a CPU at most twice the tokens of all slots",
     )
     kv_cache_host_memory_bytes: int = parameter(
         0,
@@ -390,12 +391,13 @@ class EngineConfig:
     kv_cache_free_gpu_mem_fraction: float = parameter(
         0.9,
         share(above=True),
-        "size of the KV cache, as a fraction of the GPU memory that is free after loading the weights",
+        "maximum size of the KV cache, as a fraction of the GPU memory that is free after loading the weights",
     )
     kv_cache_free_cpu_mem_fraction: float = parameter(
         0.5,
         share(above=True),
-        "size of the KV cache on a CPU, as a fraction of the memory that is free after loading the weights",
+        "maximum size of the KV cache on a CPU, as a fraction of the memory that is free after loading the "
+        "weights",
     )
     lora_cache_optimal_adapter_size: int = parameter(
         8,
@@ -407,13 +409,13 @@ class EngineConfig:
     lora_cache_gpu_memory_fraction: float | None = parameter(
         None,
         share(),
-        "memory for LoRA adapters, as a fraction of the device memory that is free after loading the "
+        "maximum memory for LoRA adapters, as a fraction of the device memory that is free after loading the "
         "weights; 0: no adapters; default: 0.05, or 0 if that is too little for one adapter",
     )
     normalize_log_probs: bool = parameter(
         False,
         BOOLEAN,
-        "return log probabilities of the distribution from which a token was sampled; false: of the model's own",
+        "take output_log_probs from the distribution from which a token was sampled; false: from the model's own",
         behind="exclude_input_in_output",
     )
     engine_threads: int | None = parameter(
@@ -693,14 +695,13 @@ class Parameters:
         None,
         integer(1),
         "host memory for LoRA adapters; weights that wait to be stored may take the same amount in "
-        "addition; default: 1 "
-        "GiB, or the size of one adapter of the highest rank if that is more",
+        "addition; default: 1 GiB, or the size of one adapter of the highest rank if that is more",
     )
     lora_prefetch_dir: str | None = parameter(
         None,
         TEXT,
         "folder of adapters that are read at the start; an adapter that was evicted is read again when a "
-        "request names it; each adapter is a folder with two .npy files, named by its task id",
+        "request names it; each adapter has a folder, which is named by its task id and has two .npy files",
     )
     lora_dir: str | None = parameter(
         None,
@@ -715,8 +716,8 @@ class Parameters:
     enable_sleep_mode: bool = parameter(
         False,
         BOOLEAN,
-        "let clients put the engine to sleep, which frees the memory of its weights and KV cache, and wake "
-        "it up",
+        "let clients put the engine to sleep, which frees the memory of its weights, and of its KV cache "
+        "unless they keep it, and wake it up",
     )
     lora_weights_data_type: str = parameter(
         "TYPE_FP16",

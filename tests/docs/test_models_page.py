@@ -36,7 +36,7 @@ def test_the_table_has_every_family() -> None:
 def test_readme_has_the_number_of_families() -> None:
     readme = (_ROOT / "README.md").read_text()
     assert f"[{len(FAMILIES)} families](docs/models.md)" in readme
-    assert f"| {len(FAMILIES)} families; {len(MULTIMODAL)} multimodal types for text, " in readme
+    assert f"| {len(FAMILIES)} families; {len(MULTIMODAL)} multimodal classes for text, " in readme
     assert f"types for text, {len(MODEL_TYPES)} of them also with pictures |" in readme
 
 

@@ -148,10 +148,10 @@ def _add_model_arguments(add: Callable[..., argparse.Action]) -> None:
         "--convert",
         choices=CONVERSIONS,
         default="auto",
-        help="what the model is served for; embed: /v1/embeddings; classify: /v1/rerank and /v1/score; none: "
-        "text generation; auto: /v1/classify for checkpoints for sequence classification, "
-        "/v1/embeddings for those with a pooling of sentence-transformers, otherwise text generation "
-        "(default: auto)",
+        help="what the model is served for; embed: /v1/embeddings; classify: /v1/classify for checkpoints for "
+        "sequence classification, otherwise /v1/rerank and /v1/score; none: text generation; auto: /v1/classify "
+        "for checkpoints for sequence classification, /v1/embeddings for those with a pooling of "
+        "sentence-transformers, otherwise text generation (default: auto)",
     )
 
 

@@ -121,8 +121,8 @@ def _add_address_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--no-triton",
         action="store_true",
-        help="serve only /v1, with the engine in this process; this needs no tritonserver, and nothing is "
-        "restarted after a crash",
+        help="serve only /v1, with the engine in this process; this needs no tritonserver, and the engine "
+        "is not restarted after a crash",
     )
 
 
@@ -225,7 +225,7 @@ def _add_program_options(parser: argparse.ArgumentParser) -> None:
         choices=("torch", "transformers", "tensorrt"),
         help="torch: this server's own layers; transformers: the code of Hugging Face transformers, for any "
         "decoder whose attention can be replaced; tensorrt: plans that scripts/build wrote (default: "
-        "torch for families that it has, transformers for others)",
+        "tensorrt for plans, torch for families that it has, transformers for others)",
     )
     add(
         "--engine-dir",

@@ -107,7 +107,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-num-tokens", type=positive, default=defaults.max_num_tokens, metavar="N",
         help="maximum number of tokens that are computed at a time (default: %(default)s)")  # fmt: skip
     add("--max-context-chunks", type=positive, metavar="N",
-        help="maximum number of context chunks that are computed at a time (default: 8)")  # fmt: skip
+        help="maximum number of context chunks that are computed at a time (default: 8, or "
+             "--max-batch-size if that is less)")  # fmt: skip
     add("--max-lora-rank", type=whole, default=0, metavar="N",
         help="maximum sum of the ranks of a batch's LoRA adapters; 0: no adapters (default)")  # fmt: skip
     add("--additional-output", action="append", default=[], metavar="hidden_states_<i>",
