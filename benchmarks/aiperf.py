@@ -93,7 +93,7 @@ def _body(model: str, request: BenchRequest) -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-    """Return environment variables that disable the hub. Otherwise AIPerf treats a folder as a name on the hub."""
+    """Return the environment without variables that disable the hub, with which AIPerf takes a folder for a name."""
     return {
         key: value
         for key, value in os.environ.items()
