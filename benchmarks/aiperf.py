@@ -93,7 +93,7 @@ def _body(model: str, request: BenchRequest) -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment without variables that disable the hub: with them, AIPerf reads no local tokenizer."""
+    """Return the environment without variables that disable the hub; with them, AIPerf reads no tokenizer."""
     return {
         key: value
         for key, value in os.environ.items()
