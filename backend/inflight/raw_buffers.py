@@ -6,6 +6,7 @@ it from a socket or a broadcast, so that the bytes are not copied to and from a 
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -58,6 +59,8 @@ class BufferedDecoder(Generic[_T]):
             raise NotImplementedError(f"{kind.__name__} cannot be part of a message")  # as msgspec asks for
         if not isinstance(value, int) or value < 0:
             raise ValueError(f"expected the length of a buffer, got {value!r}")
+        if value > sys.maxsize:
+            raise MemoryError(f"a buffer of {value} bytes")
         room = memoryview(bytearray(value))
         self._buffers.append(room)
         return RawBuffer(room)

@@ -49,6 +49,7 @@ from tests.endpoint.factories import make_result
 from tests.tiers import examples
 
 IDS = st.integers(0, 2**64 - 1)
+TABLE = PromptTable(Matrix((2, 4), "float32", RawBuffer(bytes(32))), b"digest")
 # Built from the annotations, so that fields added to the core are covered.
 st.register_type_strategy(int, IDS)
 st.register_type_strategy(float, st.floats(allow_nan=False, width=64))
@@ -190,10 +191,9 @@ def test_an_adapter_is_sent_unencoded_after_its_request() -> None:
 
 
 def test_a_buffer_cut_short_is_an_error() -> None:
-    table = PromptTable(Matrix((2, 4), "float32", RawBuffer(bytes(32))), b"digest")
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        frame, buffer = encode_submit(Request(1, (5,), 1, prompt_table=table))
+        frame, buffer = encode_submit(Request(1, (5,), 1, prompt_table=TABLE))
         ours.sendall(frame + bytes(buffer)[:-1])
         ours.shutdown(socket.SHUT_WR)
         with pytest.raises(BadFrame, match="inside a buffer, 1 bytes"):
@@ -208,6 +208,36 @@ def test_logits_cut_short_are_an_error() -> None:
         ours.shutdown(socket.SHUT_WR)
         answer = decode_from_engine(read_frame(theirs) or b"")
         with pytest.raises(BadFrame, match="inside a frame, 23 of 24 bytes"):
+            read_response(theirs, answer)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("dtype", "int4"), ("shape", [-2, -4]), ("shape", [2]), ("buffer", 2**63), ("buffer", 2**62), ("buffer", -1)],
+)
+def test_a_buffer_of_an_impossible_type_shape_or_length_is_refused(field: str, value: object) -> None:
+    message = msgspec.msgpack.decode(bytes(encode_submit(Request(1, (5,), 1, prompt_table=TABLE))[0][4:]))
+    message["request"]["prompt_table"]["rows"][field] = value
+    with pytest.raises(BadFrame):
+        decode_from_front_end(msgspec.msgpack.encode(message))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        EngineResponse(1, make_result(), context_logits=(-2, 4)),
+        EngineResponse(1, make_result(), context_logits=(-2, -4)),
+        EngineResponse(1, make_result(), generation_logits=((2**62, 2**62),)),
+        EngineResponse(1, make_result(), additional_outputs=(("x", ((-1,),)),)),
+        EngineResponse(1, error_kind="Unavailable", error_message="an open {brace"),
+    ],
+)
+def test_a_response_with_impossible_shapes_or_a_malformed_error_is_refused(answer: EngineResponse) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(bytes(64))
+        ours.shutdown(socket.SHUT_WR)
+        with pytest.raises(BadFrame):
             read_response(theirs, answer)
 
 

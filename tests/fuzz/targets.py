@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from gguf import GGUFWriter
@@ -24,6 +25,10 @@ from safetensors.torch import save
 
 from inflight.adapters.peft_folder import read_peft_folder
 from inflight.checkpoint_config import ConfigFile
+from inflight.core.request.adapter import LoraRequest, LoraWeights, Matrix, RawBuffer
+from inflight.core.request.prompt_table import PromptTable
+from inflight.core.request.request import FloatTensor, Request
+from inflight.core.request.response import Response, ReturnedOutput
 from inflight.endpoint import frames
 from inflight.errors import InflightError, Name
 from inflight.gguf.config import make_config
@@ -41,6 +46,7 @@ from inflight.serving.chat.reasoning_formats import REASONING_FORMATS, REASONING
 from inflight.serving.chat.tool_calls import tool_call_stream
 from inflight.serving.chat.tool_format_table import TOOL_CALL_PARSERS, TOOL_FORMATS
 from inflight.text.tokenizer import Tokenizer
+from tests.endpoint.factories import make_result
 from tests.receipts.factories import make_document
 
 DATA = Path(__file__).parent
@@ -78,7 +84,7 @@ class Choices:
 
 def changed(document: Any, choices: Choices) -> Any:
     """Return a copy of a JSON document with values replaced, removed or added at chosen places."""
-    document = json.loads(json.dumps(document))
+    document = copy.deepcopy(document)
     while not choices.is_used_up:
         at: Any = document
         while True:
@@ -134,6 +140,39 @@ def endpoint_stream(data: bytes) -> None:
                 pass
         except InflightError:
             pass
+
+
+def endpoint_submit(data: bytes) -> None:
+    """A request with an adapter and a table, with changed values; its raw buffers have any length."""
+    with contextlib.suppress(InflightError):
+        message = _SHORT_SUBMIT if data[:1] and data[0] % 4 else _SUBMIT
+        _received(changed(message, Choices(data[1:])), data[:1], lambda end: frames.FrontEndFrames(end).read())
+
+
+def endpoint_response(data: bytes) -> None:
+    """A response with logits and additional outputs, with changed values; its tensors have any length."""
+
+    def read(end: socket.socket) -> None:
+        answer = frames.decode_from_engine(frames.read_frame(end) or b"")
+        if isinstance(answer, frames.EngineResponse):
+            frames.read_response(end, answer)
+
+    with contextlib.suppress(InflightError):
+        _received(changed(_RESPONSE, Choices(data[1:])), data[:1], read)
+
+
+def _received(message: Any, length: bytes, read: Callable[[socket.socket], object]) -> None:
+    """Read a message, which some bytes follow, from a connection."""
+    try:
+        body = msgspec.msgpack.encode(message)
+    except OverflowError:  # msgpack has no numbers of more than 64 bits
+        return
+    num_following = _BUFFER_BYTES if length < b"\x80" else 2 * length[0] - 256
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(len(body).to_bytes(frames.LENGTH_BYTES, "big") + body + bytes(num_following))
+        theirs.close()
+        read(ours)
 
 
 def config_json(data: bytes) -> None:
@@ -351,6 +390,45 @@ _PEFT_TENSORS = save(
 _RECEIPT = make_document()
 
 
+def _body(message: bytes | memoryview) -> Any:
+    return msgspec.msgpack.decode(memoryview(message)[frames.LENGTH_BYTES :])
+
+
+_ROWS = Matrix((2, 4), "float32", RawBuffer(bytes(32)))
+_LOGITS = FloatTensor((2, 4), bytes(32))
+_BUFFER_BYTES = 64
+"""Bytes of the raw buffers of _SUBMIT, and of the tensors of _RESPONSE."""
+_SUBMIT = _body(
+    frames.encode_submit(
+        Request(
+            1,
+            (5, 6),
+            3,
+            lora=LoraRequest(task_id=3, weights=LoraWeights(_ROWS, ((0, 0, 1), (1, 0, 1)))),
+            prompt_table=PromptTable.of(_ROWS),
+        )
+    )[0]
+)
+_SHORT_SUBMIT = {
+    **_SUBMIT,
+    "request": {
+        name: _SUBMIT["request"][name]
+        for name in ("request_id", "input_token_ids", "max_new_tokens", "lora", "prompt_table")
+    },
+}
+"""Without the fields that have defaults, so that changes often concern the buffers."""
+_RESPONSE = _body(
+    frames.encode_response(
+        Response(
+            1,
+            make_result(
+                5, context_logits=_LOGITS, additional_outputs=(ReturnedOutput("hidden_states", (_LOGITS,)),)
+            ),
+        )
+    )[0]
+)
+
+
 def _gguf() -> bytes:
     path = _SCRATCH / "base.gguf"
     writer = GGUFWriter(path, "llama")
@@ -423,7 +501,7 @@ def picture_url(data: bytes) -> None:
 TARGETS: dict[str, Callable[[bytes], None]] = {
     target.__name__: target
     for target in (
-        endpoint_frames, endpoint_stream, config_json, config_text, safetensors_header, tokenizer_json, gguf_file,
+        endpoint_frames, endpoint_stream, endpoint_submit, endpoint_response, config_json, config_text, safetensors_header, tokenizer_json, gguf_file,
         peft_folder, config_pbtxt, receipt, tool_calls, reasoning, batch_lines,
         server_sent_events, picture_url,
     )

@@ -12,6 +12,7 @@ adapter and the prompt table of a request follow its Submit in the same way (`ra
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
@@ -28,7 +29,7 @@ from inflight.core.request.request import FloatTensor, Request
 from inflight.core.request.response import Response, ReturnedOutput, SequenceResult
 from inflight.core.request.sleep import SleepAction
 from inflight.core.request.stop import StopReason
-from inflight.errors import InflightError, error_from_kind
+from inflight.errors import InflightError, RequestError, error_from_kind
 from inflight.raw_buffers import BufferedDecoder, BufferedEncoder
 
 MAX_FRAME_BYTES = 1 << 30
@@ -367,9 +368,9 @@ def frame_length(header: bytes) -> int:
 def read_response(connection: socket.socket, answer: EngineResponse) -> Response:
     """Read the tensors of an EngineResponse; return the response.
 
-    Raises BadFrame if the tensors are incomplete.
+    Raises BadFrame if the tensors are incomplete or have impossible shapes, or if the error's text is malformed.
     """
-    error = error_from_kind(answer.error_kind, answer.error_message) if answer.error_kind else None
+    error = _error_of(answer) if answer.error_kind else None
     result, context, generation = answer.result, answer.context_logits, answer.generation_logits
     if result is not None and (context is not None or generation is not None or answer.additional_outputs):
         result = replace(
@@ -386,6 +387,13 @@ def read_response(connection: socket.socket, answer: EngineResponse) -> Response
     return Response(answer.request_id, result, error, answer.is_final)
 
 
+def _error_of(answer: EngineResponse) -> RequestError:
+    try:
+        return error_from_kind(answer.error_kind, answer.error_message)
+    except ValueError as error:
+        raise BadFrame(f"not the text of an error: {error}") from error
+
+
 def _fill(connection: socket.socket, buffer: memoryview) -> None:
     while buffer:
         count = connection.recv_into(buffer)
@@ -395,7 +403,10 @@ def _fill(connection: socket.socket, buffer: memoryview) -> None:
 
 
 def _read_tensor(connection: socket.socket, shape: _Shape) -> FloatTensor:
-    return FloatTensor(shape, _read_all(connection, 4 * prod(shape)))
+    size = 4 * prod(shape)
+    if min(shape, default=0) < 0 or size > sys.maxsize:
+        raise BadFrame(f"a tensor of shape {list(shape)}")
+    return FloatTensor(shape, _read_all(connection, size))
 
 
 def _read_all(connection: socket.socket, length: int) -> bytes:

@@ -59,7 +59,9 @@ class Matrix:
     buffer: RawBuffer
 
     def __post_init__(self) -> None:
-        if len(self.buffer) != ITEM_SIZES[self.dtype] * prod(self.shape):
+        if self.dtype not in ITEM_SIZES:
+            raise ValueError(f"expected {', '.join(ITEM_SIZES)}, got {self.dtype!r}")
+        if min(self.shape) < 0 or len(self.buffer) != ITEM_SIZES[self.dtype] * prod(self.shape):
             raise ValueError(f"{len(self.buffer)} bytes for {self.dtype} of shape {list(self.shape)}")
 
 

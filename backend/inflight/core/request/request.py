@@ -36,7 +36,7 @@ class FloatTensor:
     data: bytes
 
     def __post_init__(self) -> None:
-        if len(self.data) != 4 * prod(self.shape):
+        if min(self.shape, default=0) < 0 or len(self.data) != 4 * prod(self.shape):
             raise ValueError(f"{len(self.data)} bytes for a float32 tensor of shape {list(self.shape)}")
 
     def __repr__(self) -> str:
