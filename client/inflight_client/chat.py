@@ -6,11 +6,12 @@ import json
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from http.client import HTTPException
 from typing import TextIO
 
 _PROMPT = "> "
+_MAX_SHOWN = 200  # bytes of an event that is not understood
 
 
 def chat(url: str, system: str | None, max_tokens: int | None, lines: TextIO, answers: TextIO) -> None:
@@ -52,10 +53,7 @@ def _ask(url: str, messages: list[dict[str, str]], max_tokens: int | None) -> It
     request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request) as response:
-            for line in response:
-                data = line.decode().removeprefix("data: ").strip()
-                if data and data != "[DONE]":
-                    yield _text(json.loads(data))
+            yield from read_texts(response)
     except urllib.error.HTTPError as error:
         raise ValueError(_reason(error)) from None
     except urllib.error.URLError as error:
@@ -65,9 +63,28 @@ def _ask(url: str, messages: list[dict[str, str]], max_tokens: int | None) -> It
         raise ValueError(f"no HTTP server answers at {url}: --url is the address of /v1") from None
 
 
+def read_texts(lines: Iterable[bytes]) -> Iterator[str]:
+    """Yield the text of each event of a stream.
+
+    Raises ValueError, with the server's message, if an event is an error, or if it is not an event of a chat.
+    """
+    for line in lines:
+        data = line.removeprefix(b"data:").strip()
+        if not line.startswith(b"data:") or data == b"[DONE]":
+            continue
+        try:
+            event = json.loads(data)
+            error = event.get("error")
+            text = error["message"] if error else _text(event)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            shown = data[:_MAX_SHOWN].decode(errors="replace")
+            raise ValueError(f"expected an event of a chat, got {shown}") from None
+        if error:
+            raise ValueError(text)
+        yield text
+
+
 def _text(event: dict) -> str:
-    if "error" in event:
-        raise ValueError(event["error"]["message"])
     return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
 
 

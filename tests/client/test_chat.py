@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from inflight_client.__main__ import main
-from inflight_client.chat import chat
+from inflight_client.chat import chat, read_texts
 
 
 class _Endpoint(BaseHTTPRequestHandler):
@@ -62,6 +62,20 @@ def test_a_chat_sends_the_messages_before(url: str) -> None:
 def test_a_refusal_has_the_servers_message(url: str) -> None:
     with pytest.raises(ValueError, match="it is refused"):
         chat(url, None, None, io.StringIO("no\n"), io.StringIO())
+
+
+@pytest.mark.parametrize(
+    "event", [b"{", b"[]", b"1", b'{"choices": 1}', b'{"choices": [{}]}', b'{"error": 5}', b"\xff"]
+)
+def test_an_event_that_is_not_of_a_chat_is_shown(event: bytes) -> None:
+    with pytest.raises(ValueError, match="expected an event of a chat, got"):
+        list(read_texts([b"data: " + event]))
+
+
+def test_comments_and_names_of_events_are_skipped() -> None:
+    event = json.dumps({"choices": [{"delta": {"content": "one"}}]}).encode()
+    lines = [b": still here\n", b"\n", b"event: delta\n", b"data:" + event + b"\n", b"data: [DONE]\n"]
+    assert list(read_texts(lines)) == ["one"]
 
 
 def test_without_a_server_its_address_is_named() -> None:

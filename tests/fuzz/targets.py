@@ -23,6 +23,7 @@ from gguf import GGUFWriter
 from openai._streaming import SSEDecoder
 from safetensors.torch import save
 
+from inflight.adapters.lora_files import CONFIG_FILE, WEIGHTS_FILE, read_lora_files, write_lora_files
 from inflight.adapters.peft_folder import read_peft_folder
 from inflight.checkpoint_config import ConfigFile
 from inflight.core.request.adapter import LoraRequest, LoraWeights, Matrix, RawBuffer
@@ -46,6 +47,7 @@ from inflight.serving.chat.reasoning_formats import REASONING_FORMATS, REASONING
 from inflight.serving.chat.tool_calls import tool_call_stream
 from inflight.serving.chat.tool_format_table import TOOL_CALL_PARSERS, TOOL_FORMATS
 from inflight.text.tokenizer import Tokenizer
+from inflight_client.chat import read_texts
 from tests.endpoint.factories import make_result
 from tests.receipts.factories import make_document
 
@@ -243,6 +245,22 @@ def peft_folder(data: bytes) -> None:
     (folder / "adapter_model.safetensors").write_bytes(_PEFT_TENSORS if data[:1] < b"\xc0" else data)
     with contextlib.suppress(InflightError):
         read_peft_folder(folder)
+
+
+def lora_files(data: bytes) -> None:
+    """An adapter in the converter's two files of arrays, one of them changed or any bytes."""
+    folder = _SCRATCH / "lora"
+    if not folder.exists():
+        write_lora_files(LoraWeights(_ROWS, ((0, 0, 1), (1, 0, 1))), folder)
+    path = folder / (WEIGHTS_FILE if data[:1] < b"\x80" else CONFIG_FILE)
+    content = path.read_bytes()
+    path.write_bytes(edited(content, Choices(data[1:])) if data[:1] < b"\xc0" else data[1:])
+    try:
+        read_lora_files(folder)
+    except InflightError:
+        pass
+    finally:
+        path.write_bytes(content)
 
 
 def config_pbtxt(data: bytes) -> None:
@@ -487,6 +505,17 @@ def server_sent_events(data: bytes) -> None:
         assert found == texts
 
 
+def chat_events(data: bytes) -> None:
+    """The stream of an answer, as the package's own client reads it: an event with changed values, or any bytes."""
+    event_of_chat = b"data: " + json.dumps(changed(_CHAT_EVENT, Choices(data))).encode()
+    for stream in (event_of_chat, edited(event_of_chat, Choices(data)), data):
+        with contextlib.suppress(ValueError):
+            list(read_texts(io.BytesIO(stream)))
+
+
+_CHAT_EVENT: dict[str, Any] = {"choices": [{"delta": {"content": "text"}}], "error": {"message": "text"}}
+
+
 def picture_url(data: bytes) -> None:
     """URLs of pictures, by the operator's rules that allow the least: any text, and data: URLs with changes."""
     for url in (
@@ -502,7 +531,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     target.__name__: target
     for target in (
         endpoint_frames, endpoint_stream, endpoint_submit, endpoint_response, config_json, config_text, safetensors_header, tokenizer_json, gguf_file,
-        peft_folder, config_pbtxt, receipt, tool_calls, reasoning, batch_lines,
-        server_sent_events, picture_url,
+        peft_folder, lora_files, config_pbtxt, receipt, tool_calls, reasoning, batch_lines,
+        server_sent_events, chat_events, picture_url,
     )
 }  # fmt: skip

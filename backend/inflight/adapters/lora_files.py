@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, cast
-from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +44,7 @@ def _read(path: Path) -> NDArray[Any]:
         array: Any = np.load(path, allow_pickle=False)
     except FileNotFoundError:
         raise InvalidArgument(f"{path.name} is missing beside the other of the two files") from None
-    except (OSError, ValueError, EOFError, MemoryError, BadZipFile) as error:
+    except Exception as error:  # of any class, for damaged files
         raise InvalidArgument(f"{path.name} cannot be read as a .npy file: {error}") from None
     if isinstance(array, np.ndarray):
         return cast("NDArray[Any]", array)
