@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.targets import TARGETS
+from tests.fuzz.targets import DATA, TARGETS
 from tests.tiers import examples
 
 FINDINGS: dict[str, list[str]] = json.loads(Path(__file__).with_name("findings.json").read_text("utf-8"))
@@ -27,6 +27,13 @@ def test_random_bytes_are_answered(target: str) -> None:
     rng = random.Random(target)
     for _ in range(NUM_RANDOM):
         TARGETS[target](rng.randbytes(rng.choice([0, 1, 4, 8, 20, 60])))
+
+
+def test_the_page_of_promises_has_the_number_of_random_inputs() -> None:
+    page = DATA.parents[1].joinpath("docs", "promises.md").read_text("utf-8")
+    (row,) = (line for line in page.splitlines() if "test_random_bytes_are_answered" in line)
+    fast, every = 100 * len(TARGETS), 2000 * len(TARGETS)
+    assert row.endswith(f"| {fast:,}, {every:,} |")
 
 
 def test_documents_are_really_changed() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from inflight.config import CapacityPolicy, ChunkingPolicy, SchedulePolicy, SchedulingConfig, Speculation
@@ -68,6 +68,20 @@ class Scenario:
     stops: dict[int, tuple[StopSignal, ...]]
     breakdowns: Breakdowns = Breakdowns()
     invalid: frozenset[int] = frozenset()
+
+    def only(self, request_ids: Collection[int]) -> Scenario:
+        """Return the scenario with only these of its requests, and their stops."""
+        arrivals = {
+            at: kept
+            for at, each in self.arrivals.items()
+            if (kept := tuple(request for request in each if request.request_id in request_ids))
+        }
+        stops = {
+            at: kept
+            for at, each in self.stops.items()
+            if (kept := tuple(stop for stop in each if stop.request_id in request_ids))
+        }
+        return replace(self, arrivals=arrivals, stops=stops, invalid=self.invalid & set(request_ids))
 
     def pipelined(self, num_micro_batches: int) -> Scenario:
         """Return the scenario for a device of `num_micro_batches` pipeline stages."""

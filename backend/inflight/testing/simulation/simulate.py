@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from inflight.arguments import Parser, program_name
 
-from .scenario import DEVICES, DRAWS, MODELS, time_of
+from .scenario import DEVICES, DRAWS, MODELS, Scenario, time_of
 from .simulated_server import run
 
 if TYPE_CHECKING:
@@ -54,8 +54,29 @@ def scenarios(seed: int) -> Iterator[tuple[str, Callable[[], int]]]:
 
 
 def _run(seed: int, drawn: str, device: str, model: str) -> int:
-    scenario = MODELS[model](DEVICES[device](DRAWS[drawn](seed)))
-    return time_of(run(scenario).num_iterations) - time_of(0)
+    return time_of(run(_scenario(seed, drawn, device, model)).num_iterations) - time_of(0)
+
+
+def _scenario(seed: int, drawn: str, device: str, model: str) -> Scenario:
+    return MODELS[model](DEVICES[device](DRAWS[drawn](seed)))
+
+
+def fewest_requests(scenario: Scenario, error: Exception) -> str:
+    """Return the requests that a failing scenario needs: no one of them can be left out if the error is to remain."""
+    needed = list(scenario.requests)
+    for request_id in scenario.requests:
+        fewer = [each for each in needed if each != request_id]
+        if fewer and _fails_like(scenario.only(fewer), error):
+            needed = fewer
+    return f"with {len(needed)} of its {len(scenario.requests)} requests: {', '.join(map(str, needed))}"
+
+
+def _fails_like(scenario: Scenario, error: Exception) -> bool:
+    try:
+        run(scenario)
+    except Exception as other:
+        return type(other) is type(error)
+    return False
 
 
 def _run_server(name: str, seed: int) -> int:
@@ -109,6 +130,8 @@ class Search:
                     _say(f"seed {seed} failed ({name}): {type(error).__name__}: {error}")
                     if name in _SERVERS:
                         _say(f"seed {seed} fails {_server(name).fewest_faults(seed)}")
+                    else:
+                        _say(f"seed {seed} fails {fewest_requests(_scenario(seed, *name.split(', ')), error)}")
                 if self._debugs:
                     # A simulated thread's own error is the cause of the machine's.
                     pdb.post_mortem((error.__cause__ or error).__traceback__)
