@@ -213,7 +213,14 @@ def test_logits_cut_short_are_an_error() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("dtype", "int4"), ("shape", [-2, -4]), ("shape", [2]), ("buffer", 2**63), ("buffer", 2**62), ("buffer", -1)],
+    [
+        ("dtype", "int4"),
+        ("shape", [-2, -4]),
+        ("shape", [2]),
+        ("buffer", 2**63),
+        ("buffer", 2**62),
+        ("buffer", -1),
+    ],
 )
 def test_a_buffer_of_an_impossible_type_shape_or_length_is_refused(field: str, value: object) -> None:
     message = msgspec.msgpack.decode(bytes(encode_submit(Request(1, (5,), 1, prompt_table=TABLE))[0][4:]))

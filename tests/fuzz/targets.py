@@ -148,7 +148,9 @@ def endpoint_submit(data: bytes) -> None:
     """A request with an adapter and a table, with changed values; its raw buffers have any length."""
     with contextlib.suppress(InflightError):
         message = _SHORT_SUBMIT if data[:1] and data[0] % 4 else _SUBMIT
-        _received(changed(message, Choices(data[1:])), data[:1], lambda end: frames.FrontEndFrames(end).read())
+        _received(
+            changed(message, Choices(data[1:])), data[:1], lambda end: frames.FrontEndFrames(end).read()
+        )
 
 
 def endpoint_response(data: bytes) -> None:
@@ -506,7 +508,7 @@ def server_sent_events(data: bytes) -> None:
 
 
 def chat_events(data: bytes) -> None:
-    """The stream of an answer, as the package's own client reads it: an event with changed values, or any bytes."""
+    """The stream of an answer, read by the package's own client: an event with changes, or any bytes."""
     event_of_chat = b"data: " + json.dumps(changed(_CHAT_EVENT, Choices(data))).encode()
     for stream in (event_of_chat, edited(event_of_chat, Choices(data)), data):
         with contextlib.suppress(ValueError):
@@ -530,7 +532,8 @@ def picture_url(data: bytes) -> None:
 TARGETS: dict[str, Callable[[bytes], None]] = {
     target.__name__: target
     for target in (
-        endpoint_frames, endpoint_stream, endpoint_submit, endpoint_response, config_json, config_text, safetensors_header, tokenizer_json, gguf_file,
+        endpoint_frames, endpoint_stream, endpoint_submit, endpoint_response,
+        config_json, config_text, safetensors_header, tokenizer_json, gguf_file,
         peft_folder, lora_files, config_pbtxt, receipt, tool_calls, reasoning, batch_lines,
         server_sent_events, chat_events, picture_url,
     )

@@ -1,4 +1,4 @@
-"""Inputs that once made a parser fail, and some random ones; `python -m tests.fuzz` searches further."""
+"""Inputs that once made a parser fail, those of a small corpus, and some random ones; `python -m tests.fuzz` searches further."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tests.fuzz.targets import DATA, TARGETS
 from tests.tiers import examples
 
 FINDINGS: dict[str, list[str]] = json.loads(Path(__file__).with_name("findings.json").read_text("utf-8"))
+CORPUS: dict[str, list[str]] = json.loads(Path(__file__).with_name("corpus.json").read_text("utf-8"))
 NUM_RANDOM = examples(fast=100, all=2000)
 
 
@@ -20,6 +21,12 @@ NUM_RANDOM = examples(fast=100, all=2000)
 )
 def test_a_former_finding_is_answered(target: str, data: str) -> None:
     TARGETS[target](bytes.fromhex(data))
+
+
+@pytest.mark.parametrize("target", CORPUS)
+def test_inputs_that_reach_different_code_are_answered(target: str) -> None:
+    for data in CORPUS[target]:
+        TARGETS[target](bytes.fromhex(data))
 
 
 @pytest.mark.parametrize("target", TARGETS)

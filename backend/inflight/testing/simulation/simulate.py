@@ -62,7 +62,7 @@ def _scenario(seed: int, drawn: str, device: str, model: str) -> Scenario:
 
 
 def fewest_requests(scenario: Scenario, error: Exception) -> str:
-    """Return the requests that a failing scenario needs: no one of them can be left out if the error is to remain."""
+    """Return the requests that a failing scenario needs: without any one of them the error does not occur."""
     needed = list(scenario.requests)
     for request_id in scenario.requests:
         fewer = [each for each in needed if each != request_id]
@@ -131,7 +131,9 @@ class Search:
                     if name in _SERVERS:
                         _say(f"seed {seed} fails {_server(name).fewest_faults(seed)}")
                     else:
-                        _say(f"seed {seed} fails {fewest_requests(_scenario(seed, *name.split(', ')), error)}")
+                        _say(
+                            f"seed {seed} fails {fewest_requests(_scenario(seed, *name.split(', ')), error)}"
+                        )
                 if self._debugs:
                     # A simulated thread's own error is the cause of the machine's.
                     pdb.post_mortem((error.__cause__ or error).__traceback__)
