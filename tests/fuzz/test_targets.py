@@ -1,4 +1,4 @@
-"""Inputs that once made a parser fail, those of a small corpus, and some random ones; `python -m tests.fuzz` searches further."""
+"""Earlier findings, a small corpus and random inputs; `python -m tests.fuzz` searches further."""
 
 from __future__ import annotations
 
