@@ -430,3 +430,27 @@ def test_the_model_whose_blocks_were_used_last_stays(tmp_path):
     os.utime(block, (Clock.now_s - 1, Clock.now_s - 1))  # by a server that ran longer
     files_in(tmp_path, num_files=1).close()
     assert (tmp_path / OTHER).exists() and not (tmp_path / identities[1]).exists()
+
+
+def test_a_block_that_is_used_in_the_cache_is_not_removed(tmp_path):
+    clock = Clock()
+    files = files_in(tmp_path, num_files=3, clock=clock, age_s=100)
+    save(files, 1, 2, 3)
+    clock.now_s += 90
+    files.use(digest_of(1))
+    assert save(files, 4) == [digest_of(2)], "block 1 was used later"
+    clock.now_s += 90
+    assert files.expire() == [digest_of(3)]
+    files.use(digest_of(2))
+    assert digest_of(2) not in files and files.stats().num_blocks == 2
+
+
+def test_the_time_of_a_used_file_is_renewed_at_most_once_a_minute(tmp_path):
+    clock = Clock()
+    files = files_in(tmp_path, clock=clock)
+    save(files, 1)
+    for age_s, is_renewed in ((30, False), (60, True), (90, False), (119, False), (120, True)):
+        os.utime(path_of(tmp_path, 1), (5, 5))
+        clock.now_s = Clock.now_s + age_s
+        files.use(digest_of(1))
+        assert (path_of(tmp_path, 1).stat().st_mtime > 5) == is_renewed, age_s

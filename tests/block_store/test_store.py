@@ -20,7 +20,7 @@ from inflight.core.kv.block_store import BlockLoad, LoadResult, SavedPiece, Stor
 from inflight.core.kv.store_stats import DISK, HOST, StoreStats, TierStats
 
 BYTES = 64
-A, B, C = (bytes([number]) * 16 for number in range(3))
+A, B, C, D = (bytes([number]) * 16 for number in range(4))
 
 
 class Memory:
@@ -79,7 +79,7 @@ class Store:
         return self.update()
 
 
-KEYS = {"a": A, "b": B, "c": C}
+KEYS = {"a": A, "b": B, "c": C, "d": D}
 
 
 def pieces(**blocks: int) -> tuple[SavedPiece, ...]:
@@ -515,3 +515,28 @@ def test_a_load_that_does_not_pay_ends_at_once(make, tmp_path):
     store.store._pays.loaded(100, 1.0)
     assert store.load(0, a=5).loads == (LoadResult(0, 0),)
     assert store.memory.blocks[5][0] == 5
+
+
+@pytest.mark.parametrize("tier", ["host", "files"])
+def test_blocks_that_are_used_in_the_cache_stay_in_their_tier(make, tmp_path, tier):
+    store = make(tmp_path, num_files=3) if tier == "files" else make(host_blocks=3)
+    store.save(a=1, b=2, c=3)
+    store.store.carry_out(StoreCommands(uses=(B, A)))
+    assert store.save(d=4) == StoreUpdate(saved=(D,), dropped=(C,))
+
+
+def test_the_files_of_used_blocks_are_renewed_once_although_a_write_takes_long(make, tmp_path, monkeypatch):
+    store, may_write = make(tmp_path), threading.Event()
+    store.save(a=1, b=2)
+    write, files = BlockFiles.write, store.store._files
+    monkeypatch.setattr(BlockFiles, "write", lambda *args: may_write.wait(60) and write(*args))
+    renewed: list[bytes] = []
+    monkeypatch.setattr(files, "use", renewed.append)
+    store.store.carry_out(StoreCommands(saves=pieces(c=3)))
+    for _ in range(5):
+        store.store.carry_out(StoreCommands(uses=(A, B)))
+    store.store.carry_out(StoreCommands(uses=(A,)))
+    may_write.set()
+    store.drain()
+    store.store.close()
+    assert renewed == [B, A]

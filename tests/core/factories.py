@@ -33,6 +33,7 @@ def make_limits(
     logits_post_processors: tuple[str, ...] = (),
     num_adapter_pages: int = 0,
     hidden_size: int = 0,
+    num_state_snapshots: int = 0,
 ) -> EngineLimits:
     return EngineLimits(
         1000,
@@ -46,6 +47,8 @@ def make_limits(
         num_adapter_pages=num_adapter_pages,
         adapter_page_rank=8,
         max_adapter_rank=64,
+        has_state=num_state_snapshots > 0,
+        num_state_snapshots=num_state_snapshots,
         hidden_size=hidden_size,
     )
 

@@ -343,3 +343,48 @@ def test_durations_of_loaded_blocks_begin_when_their_load_ends(has_idle_iteratio
     ended = StoreUpdate(loads=(LoadResult(load.load_id, 3),))
     server.scheduler.accept(IterationInput(server.iteration, 10 * SECOND, blocks=ended))
     assert server.expiry_ns() == 11 * SECOND
+
+
+def test_blocks_that_are_found_in_the_cache_are_told_to_the_store():
+    digests = saved_digests()
+    server = Server()
+    server.run(make_request(1, LONG, new=1))
+    server.run(make_request(2, LONG, new=1))
+    assert not server.scheduler.take_store_commands().uses, "they are not saved yet"
+    server.update(saved=digests)
+    server.accept(make_request(3, LONG))
+    server.step()
+    assert server.scheduler.take_store_commands().uses == digests[::-1], "the first block is the most useful"
+    server.step()
+    assert not server.scheduler.take_store_commands()
+
+
+def test_a_saved_block_that_is_computed_again_is_told_to_the_store():
+    config = SchedulingConfig(max_num_tokens=64, kv_cache_onboard_blocks=False)
+    server = Server(saved_digests(), config)
+    server.accept(make_request(1, LONG))
+    server.step()
+    commands = server.scheduler.take_store_commands()
+    assert commands.saves == () and set(commands.uses) == set(saved_digests())
+
+
+def test_a_snapshot_from_which_a_sequence_starts_is_told_to_the_store():
+    server = Server(num_state_snapshots=4)
+    saved = tuple(server.run(make_request(1, LONG, new=1)))
+    assert len(saved) == 4
+    server.update(saved=saved)
+    server.accept(make_request(2, LONG))
+    server.step()
+    assert set(server.scheduler.take_store_commands().uses) == set(saved)
+
+
+def test_no_use_is_told_of_a_block_that_must_not_be_loaded_again():
+    digests = saved_digests()
+    server = Server()
+    server.run(make_request(1, LONG, new=1))
+    server.update(saved=digests)
+    server.accept(make_request(2, LONG))
+    server.step()
+    server.saved.drop(digests[0])
+    commands = server.scheduler.take_store_commands()
+    assert commands.drops == digests[:1] and commands.uses == digests[:0:-1]

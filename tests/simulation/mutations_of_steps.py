@@ -43,8 +43,8 @@ MUTATIONS_OF_STEPS = (
     Mutation(
         "a file that is read again counts as saved",
         "block_store.files",
-        "                self._files.move_to_end(key)\n",
-        "                self._files.move_to_end(key)\n                self.counts.saved.add(0)\n",
+        "            self._files.move_to_end(key)\n",
+        "            self._files.move_to_end(key)\n            self.counts.saved.add(0)\n",
     ),
     Mutation(
         "the loop rests although a request is to stop",

@@ -34,6 +34,8 @@ from inflight.errors import ConfigError
 
 CHECK_BYTES = 16
 """Bytes of the digest at the end of each file."""
+_MIN_RENEWAL_S = 60.0
+"""A file that was used less than this many seconds ago keeps its time in the file system."""
 _log = logging.getLogger(__name__)
 _KEY = re.compile("[0-9a-f]{32}")  # of a file, and the name of an identity
 _LOCK = "lock"
@@ -42,10 +44,14 @@ _UNFINISHED = ".new"
 
 @dataclass(frozen=True, slots=True)
 class _SavedFile:
-    """Size in bytes, and when the file was last used, in seconds of the monotonic clock."""
+    """Size in bytes, and when the file was last used, in seconds of the monotonic clock.
+
+    `renewed_at` is the last use that the file system knows.
+    """
 
     size: int
     used_at: float
+    renewed_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +177,8 @@ class BlockFiles:
         with self._lock:
             self._forget(key)
             size = content.size + CHECK_BYTES
-            self._files[key] = _SavedFile(size, self._monotonic_s())
+            now_s = self._monotonic_s()
+            self._files[key] = _SavedFile(size, now_s, now_s)
             self.counts.saved.add(size)
         return self.expire()
 
@@ -206,13 +213,26 @@ class BlockFiles:
         if not is_whole or check.tobytes() != _check(key, content):
             self.remove(key)
             return False
-        with contextlib.suppress(OSError):  # only the order of removal after a restart depends on it
-            os.utime(self._path(key))
-        with self._lock:
-            if key in self._files:  # it may have been removed meanwhile
-                self._files[key] = replace(self._files[key], used_at=self._monotonic_s())
-                self._files.move_to_end(key)
+        self._renew(key)
         return True
+
+    def use(self, key: bytes) -> None:
+        """Count a file, if it is there, as used now, because its content was found in the device's cache."""
+        self._renew(key, _MIN_RENEWAL_S)
+
+    def _renew(self, key: bytes, min_age_s: float = 0.0) -> None:
+        """Count a file as used now; in the file system only if it was last used `min_age_s` ago."""
+        now_s = self._monotonic_s()
+        with self._lock:
+            file = self._files.get(key)
+            if file is None:  # it may have been removed meanwhile
+                return
+            is_due = now_s - file.renewed_at >= min_age_s
+            self._files[key] = replace(file, used_at=now_s, renewed_at=now_s if is_due else file.renewed_at)
+            self._files.move_to_end(key)
+        if is_due:
+            with contextlib.suppress(OSError):  # only the order of removal after a restart depends on it
+                os.utime(self._path(key))
 
     def remove(self, key: bytes) -> None:
         """Remove a file, if it is there."""
@@ -288,7 +308,8 @@ class BlockFiles:
                 elif entry.name.endswith(_UNFINISHED) and entry.is_file(follow_symlinks=False):
                     os.unlink(entry.path)
         for used_at, key, size in sorted(found):
-            self._files[key] = _SavedFile(size, monotonic_s - max(0.0, now_s - used_at))
+            used_at = monotonic_s - max(0.0, now_s - used_at)
+            self._files[key] = _SavedFile(size, used_at, used_at)
             self.counts.found.add(size)
         for key in self._expired():
             self.remove(key)

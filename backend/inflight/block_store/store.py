@@ -129,6 +129,11 @@ class _Save:
     content: NDArray[np.uint8]
 
 
+@dataclass(frozen=True, slots=True)
+class _Renewal:
+    """Asks the thread that saves to renew the times of the files in `_used`."""
+
+
 class HostBlockStore:
     """Saves KV blocks in host memory and files, and loads them, on threads of its own.
 
@@ -169,7 +174,8 @@ class HostBlockStore:
         self._has_news = True
         self._is_failing = False  # whether the last write failed
         self._is_over = False  # whether the threads leave what still waits
-        self._saves: queue.SimpleQueue[_Save | None] = queue.SimpleQueue()
+        self._used: dict[bytes, None] = {}  # keys of files whose times are to be renewed, in this order
+        self._saves: queue.SimpleQueue[_Save | _Renewal | None] = queue.SimpleQueue()
         self._loads: queue.SimpleQueue[tuple[BlockLoad, float] | None] = queue.SimpleQueue()
         self._buffers = {
             is_state: np.empty(size, dtype=np.uint8)
@@ -189,6 +195,8 @@ class HostBlockStore:
             self._drop(key)
         for piece in commands.saves:
             self._save(piece)
+        if commands.uses:
+            self._use(commands.uses)
         for load in commands.loads:
             if self._always_loads or self._pays.ask():
                 self._loads.put((load, time.monotonic()))
@@ -237,6 +245,21 @@ class HostBlockStore:
             self._waiting[save.key] = save
             self._waiting_bytes += save.content.size
         self._saves.put(save)
+
+    def _use(self, keys: Sequence[bytes]) -> None:
+        """Count pieces as used now, although they are not loaded."""
+        with self._lock:
+            for key in keys:
+                if key in self._in_host:
+                    self._in_host.move_to_end(key)
+            if self._files is None:
+                return
+            is_asked = bool(self._used)
+            for key in keys:
+                self._used.pop(key, None)
+                self._used[key] = None
+        if not is_asked:
+            self._saves.put(_Renewal())
 
     def _drop(self, key: bytes) -> None:
         with self._lock:
@@ -289,13 +312,18 @@ class HostBlockStore:
                 self._waiting_bytes -= save.content.size
 
     def _next_save(self) -> _Save | None:
-        """Wait for a piece to write, and remove files that become too old meanwhile; None at the end."""
+        """Wait for a piece to write, and meanwhile renew the times of files that are used, and remove files that
+        become too old; None at the end."""
         while True:
             wait_s = None if self._files is None else self._files.seconds_to_expiry()
             if wait_s is not None:
                 wait_s = min(max(wait_s, _MIN_WAIT_S), _MAX_WAIT_S)
             try:
-                return self._saves.get(timeout=wait_s)
+                save = self._saves.get(timeout=wait_s)
+                if not isinstance(save, _Renewal):
+                    return save
+                self._renew()
+                continue
             except queue.Empty:
                 pass
             assert self._files is not None, "only files expire"
@@ -304,6 +332,13 @@ class HostBlockStore:
                 with self._lock:
                     self._dropped += [key for key in removed if key not in self._in_host]
                     self._has_news = True
+
+    def _renew(self) -> None:
+        assert self._files is not None, "only files have times"
+        with self._lock:
+            keys, self._used = tuple(self._used), {}
+        for key in keys:
+            self._files.use(key)
 
     def _write(self, save: _Save) -> tuple[bool, list[bytes]]:
         """Write a piece to both tiers.

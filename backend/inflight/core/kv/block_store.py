@@ -13,7 +13,7 @@ decisions. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -63,15 +63,17 @@ class StoreCommands:
         saves: Pieces to copy from the device. Their content does not change before.
         loads: Loads to begin. Nothing else reads or writes their pieces until they end.
         drops: Keys of pieces that must not be loaded again.
+        uses: Keys of saved pieces that sequences have found in the cache, the most useful last.
     """
 
     saves: tuple[SavedPiece, ...] = ()
     loads: tuple[BlockLoad, ...] = ()
     drops: tuple[bytes, ...] = ()
+    uses: tuple[bytes, ...] = ()
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self.saves or self.loads or self.drops)
+        return bool(self.saves or self.loads or self.drops or self.uses)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +181,7 @@ class SavedBlocks:
     _saves: dict[bytes, SavedPiece] = field(default_factory=dict[bytes, SavedPiece])
     _new_loads: list[BlockLoad] = field(default_factory=list[BlockLoad])
     _drops: list[bytes] = field(default_factory=list[bytes])
+    _uses: dict[bytes, None] = field(default_factory=dict[bytes, None])
     _next_load_id: int = 0
 
     def __len__(self) -> int:
@@ -199,6 +202,15 @@ class SavedBlocks:
         if piece.key not in self._asked and retention.priority >= self.min_priority:
             self._asked.add(piece.key)
             self._saves[piece.key] = piece
+        else:
+            self.use((piece.key,))
+
+    def use(self, keys: Iterable[bytes]) -> None:
+        """Tell the store which of these pieces, in the order of a sequence, are used without being loaded."""
+        for key in reversed(tuple(keys)):  # later blocks are useless without earlier ones
+            if key in self._found:
+                self._uses.pop(key, None)
+                self._uses[key] = None
 
     def load(self, loading: Loading) -> None:
         """Record a load, and add it to the commands for the store."""
@@ -224,6 +236,7 @@ class SavedBlocks:
                 self._asked.discard(key)
                 self._found.discard(key)
                 self._saves.pop(key, None)
+                self._uses.pop(key, None)
                 self._drops.append(key)
 
     def update(self, update: StoreUpdate) -> None:
@@ -237,10 +250,13 @@ class SavedBlocks:
 
     def take_commands(self) -> StoreCommands:
         """Return the commands since the last call."""
-        if not (self._saves or self._new_loads or self._drops):
+        if not (self._saves or self._new_loads or self._drops or self._uses):
             return StoreCommands()
-        commands = StoreCommands(tuple(self._saves.values()), tuple(self._new_loads), tuple(self._drops))
+        commands = StoreCommands(
+            tuple(self._saves.values()), tuple(self._new_loads), tuple(self._drops), tuple(self._uses)
+        )
         self._saves.clear()
         self._new_loads.clear()
         self._drops.clear()
+        self._uses.clear()
         return commands

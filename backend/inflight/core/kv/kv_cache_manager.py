@@ -335,6 +335,8 @@ class KvCacheManager:
         )
         self._tables[key] = table
         self.pool.share(match.block_ids)
+        if self.saved is not None:
+            self.saved.use(digests[:shared])
         if match.num_copied_tokens:
             self._take_copy(table, match.source)
         for index, block_id in enumerate(match.block_ids):
@@ -351,6 +353,8 @@ class KvCacheManager:
             self.states.start(key, planned)
             if shared:
                 table.snapshot = self.states.use(digests[shared - 1], key)
+                if self.saved is not None:
+                    self.saved.use((state_key(digests[shared - 1]),))
                 if self.loader is not None:
                     self.loader.spare_snapshot(table.snapshot)
 

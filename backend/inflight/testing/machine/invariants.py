@@ -196,7 +196,9 @@ def check_store(block_store: HostBlockStore) -> None:
         _check_tier(block_store._host, sizes)
         assert block_store._host.num_bytes <= block_store._host.max_bytes
         largest = max(buffer.size for buffer in block_store._buffers.values())
-        queued = sum(save.content.size for save in _items(block_store._saves) if save is not None)
+        queued = sum(
+            save.content.size for save in _items(block_store._saves) if isinstance(save, store._Save)
+        )
         written = block_store._waiting_bytes - queued  # of the block that is being written
         assert 0 <= written <= largest, (
             f"{queued} bytes wait to be written, counted {block_store._waiting_bytes}"
