@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+from inflight.core.kv.block_pool import BlockPeaks
 from inflight.core.kv.store_stats import DISK, HOST, StoreStats, TierStats
 from inflight.core.report.stats import (
     IterationCounts,
@@ -73,28 +74,36 @@ def test_averages_of_an_idle_iteration_are_zero():
 
 STORE = StoreStats(
     100, 7, 700, 4, 400,
-    (TierStats(HOST, 950, 6, 600, 7, 700, 3, 300, 1, 100), TierStats(DISK, 5000, 9, 1044, 7, 812, 1, 116, 2, 232)),
+    (TierStats(HOST, 950, 6, 600, 7, 700, 3, 300, 1, 100, 450, 800),
+     TierStats(DISK, 5000, 9, 1044, 7, 812, 1, 116, 2, 232)),
 )  # fmt: skip
 BEFORE = replace(
-    STATS, num_taken_blocks=80, num_reused_blocks=24, num_missed_blocks=8,
+    STATS, num_taken_blocks=80, num_reused_blocks=24, num_missed_blocks=8, num_generation_blocks=40,
+    num_partly_reused_blocks=3, num_copied_blocks=6,
     block_store=StoreStats(100, 5, 500, 3, 300, (TierStats(HOST, 950, 5, 500, 5, 500, 3, 300),)),
 )  # fmt: skip
-SAVING = replace(STATS, max_sequence_length=4096, num_cached_blocks=50, block_store=STORE)
+SAVING = replace(
+    STATS, max_sequence_length=4096, num_cached_blocks=50, block_store=STORE, num_generation_blocks=44,
+    num_partly_reused_blocks=4, num_copied_blocks=9, block_peaks=BlockPeaks(free=220, held=130, cached=70),
+)  # fmt: skip
 
 
 def test_tiers_of_the_kv_cache_have_tensorrt_llms_names():
     """The names are those of `kvCacheIterationStats` in TensorRT-LLM (pyexecutor/kv_cache_stats.py)."""
-    entry = KeptIteration(SAVING, NOON, kv_changes(SAVING, BEFORE))
+    entry = KeptIteration(SAVING, NOON, kv_changes(SAVING, BEFORE, block_bytes=100))
     found = json.loads(iteration_stats(entry, MEMORY).to_json_str())
     assert found["kvCacheIterationStats"] == {
         "4096": {
             "primaryMaxNumBlocks": 300, "primaryFreeNumBlocks": 200, "primaryUsedNumBlocks": 100,
             "primaryEvictableNumBlocks": 50, "secondaryMaxNumBlocks": 9, "secondaryFreeNumBlocks": 3,
             "secondaryUsedNumBlocks": 6, "secondaryEvictableNumBlocks": 6, "iterAllocTotalBlocks": 10,
-            "iterAllocNewBlocks": 10, "iterReusedBlocks": 6, "iterFullReusedBlocks": 6,
-            "iterPartialReusedBlocks": 0, "iterMissedBlocks": 2, "iterCacheHitRate": 0.75,
+            "primaryPeakFreeNumBlocks": 220, "primaryPeakUsedNumBlocks": 130, "primaryPeakEvictableNumBlocks": 70,
+            "secondaryPeakFreeNumBlocks": 5, "secondaryPeakUsedNumBlocks": 8, "secondaryPeakEvictableNumBlocks": 8,
+            "iterAllocNewBlocks": 10, "iterGenAllocBlocks": 4, "iterReusedBlocks": 6, "iterFullReusedBlocks": 5,
+            "iterPartialReusedBlocks": 1, "iterMissedBlocks": 2, "iterCacheHitRate": 0.75,
             "iterOnboardBlocks": 1, "iterOnboardBytes": 100, "iterOffloadBlocks": 2, "iterOffloadBytes": 200,
-            "iterHostDroppedBlocks": 1, "iterHostDroppedBytes": 100,
+            "iterHostDroppedBlocks": 1, "iterHostDroppedBytes": 100, "iterIntraDeviceCopyBlocks": 3,
+            "iterIntraDeviceCopyBytes": 300,
         }
     }  # fmt: skip
     host, disk = found["kvCacheTierStats"]

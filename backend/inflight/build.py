@@ -267,7 +267,7 @@ def start_engine(
             undo.callback(store.close)
         with _step_of_all(rank_context):
             scheduler = Scheduler(with_kv_events(parameters), limits)
-            instruments = make_instruments(parameters, limits, return_metrics, on_hang)
+            instruments = make_instruments(parameters, model, return_metrics, on_hang)
             adapters = make_adapters(parameters, model, notify)
             receipts = make_receipts(parameters, model, notify)
             client = _local_client(

@@ -303,7 +303,7 @@ def with_kv_events(parameters: Parameters) -> SchedulingConfig:
 
 def make_instruments(
     parameters: Parameters,
-    limits: EngineLimits,
+    model: LoadedModel,
     return_metrics: ReturnMetricsCallback | None,
     on_hang: OnHang | None,
 ) -> Instruments:
@@ -314,12 +314,17 @@ def make_instruments(
     from inflight.batch_manager.statistics_rings import StatisticsRings
     from inflight.serving.memory import measure_memory
 
+    limits, memory = model.engine.limits, model.block_memory
     path, config = parameters.record_path, parameters.kv_events_config
     num_events = parameters.scheduler.kv_event_buffer_size
     return Instruments(
         recorder=JsonRecorder(path, parameters.scheduler, limits) if path else None,
         watchdog=make_watchdog(parameters, on_hang),
-        rings=StatisticsRings(parameters.iter_stats_max_iterations, parameters.request_stats_max_iterations),
+        rings=StatisticsRings(
+            parameters.iter_stats_max_iterations,
+            parameters.request_stats_max_iterations,
+            block_bytes=0 if memory is None else memory.block_bytes,
+        ),
         kv_events=KvEventBuffer(num_events) if num_events else None,
         kv_publisher=None if config is None else _make_kv_publisher(config, parameters, limits),
         return_metrics=return_metrics,

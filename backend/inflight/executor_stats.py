@@ -61,11 +61,18 @@ class KvCacheIterationStats(_WithJson):
         secondary_max_num_blocks, secondary_free_num_blocks, secondary_used_num_blocks: Blocks for which there is
             host memory; 0 on a CPU, where this memory is a part of the cache.
         secondary_evictable_num_blocks: The used ones, because none is held.
+        primary_peak_free_num_blocks, primary_peak_used_num_blocks, primary_peak_evictable_num_blocks,
+            secondary_peak_free_num_blocks, secondary_peak_used_num_blocks, secondary_peak_evictable_num_blocks:
+            The highest numbers during the iteration.
         iter_alloc_total_blocks, iter_alloc_new_blocks: Free blocks that sequences took.
-        iter_reused_blocks, iter_missed_blocks: Full blocks that admissions found in the cache, and did not find.
-        iter_full_reused_blocks, iter_partial_reused_blocks: All of the reused blocks, and 0: only a whole block is
-            reused.
+        iter_gen_alloc_blocks: Taken blocks that sequences in generation took.
+        iter_reused_blocks, iter_missed_blocks: Blocks that admissions found in the cache, and full blocks that
+            they did not find.
+        iter_full_reused_blocks, iter_partial_reused_blocks: Reused blocks that were found as a whole, and those of
+            which only the beginning was found.
         iter_cache_hit_rate: Found blocks / found and missed blocks.
+        iter_intra_device_copy_blocks, iter_intra_device_copy_bytes: Blocks whose content was copied to another
+            block of the cache.
         iter_onboard_blocks, iter_onboard_bytes: Saved blocks that were copied back into the cache, from host
             memory or files.
         iter_offload_blocks, iter_offload_bytes: Blocks that were copied to host memory or files.
@@ -80,8 +87,15 @@ class KvCacheIterationStats(_WithJson):
     secondary_free_num_blocks: int = 0
     secondary_used_num_blocks: int = 0
     secondary_evictable_num_blocks: int = 0
+    primary_peak_free_num_blocks: int = 0
+    primary_peak_used_num_blocks: int = 0
+    primary_peak_evictable_num_blocks: int = 0
+    secondary_peak_free_num_blocks: int = 0
+    secondary_peak_used_num_blocks: int = 0
+    secondary_peak_evictable_num_blocks: int = 0
     iter_alloc_total_blocks: int = 0
     iter_alloc_new_blocks: int = 0
+    iter_gen_alloc_blocks: int = 0
     iter_reused_blocks: int = 0
     iter_full_reused_blocks: int = 0
     iter_partial_reused_blocks: int = 0
@@ -93,6 +107,8 @@ class KvCacheIterationStats(_WithJson):
     iter_offload_bytes: int = 0
     iter_host_dropped_blocks: int = 0
     iter_host_dropped_bytes: int = 0
+    iter_intra_device_copy_blocks: int = 0
+    iter_intra_device_copy_bytes: int = 0
 
 
 @dataclass
@@ -326,9 +342,9 @@ def _kv_cache_iteration_stats(
     stats: core.IterationCounts, changes: core.KvChanges
 ) -> dict[int, KvCacheIterationStats]:
     host, block_bytes = stats.block_store.tier(HOST), stats.block_store.block_bytes or 1
-    max_in_host, free_in_host = (
-        host.max_bytes // block_bytes,
-        (host.max_bytes - host.num_bytes) // block_bytes,
+    max_in_host, free_in_host, most_free_in_host, least_free_in_host = (
+        (host.max_bytes - num_bytes) // block_bytes
+        for num_bytes in (0, host.num_bytes, host.least_bytes, host.most_bytes)
     )
     found = KvCacheIterationStats(
         primary_max_num_blocks=stats.max_num_blocks,
@@ -339,10 +355,18 @@ def _kv_cache_iteration_stats(
         secondary_free_num_blocks=free_in_host,
         secondary_used_num_blocks=max_in_host - free_in_host,
         secondary_evictable_num_blocks=max_in_host - free_in_host,
+        primary_peak_free_num_blocks=stats.block_peaks.free,
+        primary_peak_used_num_blocks=stats.block_peaks.held,
+        primary_peak_evictable_num_blocks=stats.block_peaks.cached,
+        secondary_peak_free_num_blocks=most_free_in_host,
+        secondary_peak_used_num_blocks=max_in_host - least_free_in_host,
+        secondary_peak_evictable_num_blocks=max_in_host - least_free_in_host,
         iter_alloc_total_blocks=changes.num_taken,
         iter_alloc_new_blocks=changes.num_taken,
+        iter_gen_alloc_blocks=changes.num_generation,
         iter_reused_blocks=changes.num_reused,
-        iter_full_reused_blocks=changes.num_reused,
+        iter_full_reused_blocks=changes.num_reused - changes.num_partly_reused,
+        iter_partial_reused_blocks=changes.num_partly_reused,
         iter_missed_blocks=changes.num_missed,
         iter_cache_hit_rate=core.hit_rate(changes.num_reused, changes.num_missed),
         iter_onboard_blocks=changes.num_onboarded,
@@ -351,6 +375,8 @@ def _kv_cache_iteration_stats(
         iter_offload_bytes=changes.offloaded_bytes,
         iter_host_dropped_blocks=changes.num_host_dropped,
         iter_host_dropped_bytes=changes.host_dropped_bytes,
+        iter_intra_device_copy_blocks=changes.num_copied,
+        iter_intra_device_copy_bytes=changes.copied_bytes,
     )
     return {stats.max_sequence_length: found}
 

@@ -366,7 +366,7 @@ def test_what_each_tier_saves_loads_and_drops_is_counted(make, tmp_path):
     assert store.stats == StoreStats(
         BYTES, 2, 2 * BYTES, 2, 2 * BYTES,
         (
-            TierStats(HOST, BYTES, 1, BYTES, 2, 2 * BYTES, 1, BYTES, 1, BYTES),
+            TierStats(HOST, BYTES, 1, BYTES, 2, 2 * BYTES, 1, BYTES, 1, BYTES, BYTES, BYTES),
             TierStats(DISK, 100 * FILE, 2, 2 * FILE, 2, 2 * FILE, 1, FILE, 0, 0),
         ),
     )  # fmt: skip
@@ -540,3 +540,21 @@ def test_the_files_of_used_blocks_are_renewed_once_although_a_write_takes_long(m
     store.drain()
     store.store.close()
     assert renewed == [B, A]
+
+
+def test_statistics_have_the_smallest_and_largest_size_of_host_memory_since_the_last(make):
+    store = make(host_blocks=3)
+    sizes = []
+    for command in (
+        StoreCommands(saves=pieces(a=1, b=2)),
+        StoreCommands(saves=pieces(c=3, d=4)),
+        StoreCommands(drops=(B, C)),
+        StoreCommands(saves=pieces(a=1)),
+    ):
+        store.store.carry_out(command)
+        store.drain()
+        (host,) = store.stats.tiers
+        sizes.append((host.least_bytes // BYTES, host.num_bytes // BYTES, host.most_bytes // BYTES))
+    assert sizes == [(0, 2, 2), (2, 3, 3), (1, 1, 3), (1, 2, 2)]
+    (rested,) = store.stats.at_rest().tiers
+    assert rested.least_bytes == rested.num_bytes == rested.most_bytes == 2 * BYTES

@@ -203,6 +203,9 @@ def test_blocks_taken_by_beams_are_counted():
     assert cache.num_taken_blocks == 2
     cache.grow_beams(1, 7)
     assert cache.num_taken_blocks == 4
+    assert cache.num_generation_blocks == cache.num_copied_blocks == 2
+    cache.grow_beams(1, 9)
+    assert (cache.num_generation_blocks, cache.num_copied_blocks) == (5, 2)
 
 
 # ---------------------------------------------------------------------- beginnings of blocks

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from inflight.config import CapacityPolicy
+from inflight.core.kv.block_pool import BlockPeaks
 from inflight.core.report.metrics import SECONDS, TOKENS, HistogramSnapshot, MetricsSnapshot
 from inflight.core.report.stats import IterationCounts, StaticBatchStats
 from inflight.core.request.request import ExternalDraft
@@ -82,6 +83,7 @@ FIRST_OF_THREE = IterationCounts(
     num_taken_blocks=5,
     num_reused_blocks=0,
     num_missed_blocks=3,
+    block_peaks=BlockPeaks(free=16, held=5),
 )
 
 
@@ -106,6 +108,7 @@ def test_statistics_of_each_iteration_count_three_requests():
         num_advanced_sequences=3,
         num_taken_blocks=6,
         num_reused_blocks=2,
+        block_peaks=BlockPeaks(free=14, held=6, cached=2),
     )
     assert third == replace(
         second,
@@ -123,6 +126,7 @@ def test_statistics_of_each_iteration_count_three_requests():
         num_context_tokens=0,
         num_generated_tokens=1,
         num_advanced_sequences=1,
+        block_peaks=BlockPeaks(free=16, held=2, cached=3),
     )
 
 
@@ -306,3 +310,29 @@ def test_no_slot_is_empty_while_contexts_are_computed():
     assert second.static_batch == StaticBatchStats(2, 2, 16, 1, 0)
     third = observed.iterate(2, 3)
     assert third.static_batch == StaticBatchStats(2, 2, 18, 3, 0)
+
+
+def test_statistics_have_the_highest_numbers_of_blocks_during_an_iteration():
+    observed = Observed(reuse=True)
+    first = observed.iterate(0, 1, make_request(1, LONG, 1))
+    assert (first.num_free_blocks, first.num_cached_blocks) == (16, 2)
+    assert first.block_peaks == BlockPeaks(free=16, held=3, cached=2), (
+        "the request took three blocks and ended"
+    )
+    second = observed.iterate(2, 3, make_request(2, LONG, 2))
+    assert (second.num_free_blocks, second.num_cached_blocks) == (13, 0)
+    assert second.block_peaks == BlockPeaks(free=16, held=3, cached=2), "at its begin"
+    third = observed.iterate(4, 5, make_request(3, SHORT, 2))
+    assert third.block_peaks == BlockPeaks(free=14, held=5, cached=2), "the second request ended after it"
+
+
+def test_statistics_tell_blocks_taken_in_generation_and_copied_ones():
+    observed = Observed(reuse=True)
+    first = observed.iterate(0, 1, make_request(1, LONG, 6))  # the third block has room for 3 more tokens
+    assert (first.num_taken_blocks, first.num_generation_blocks) == (3, 0)
+    while observed.scheduler.num_active:
+        last = observed.iterate(2, 3, token=7)
+    assert (last.num_taken_blocks, last.num_generation_blocks) == (4, 1)
+    partly = observed.iterate(4, 5, make_request(2, (*LONG[:6], 50, 51, 52), 1))
+    assert (partly.num_reused_blocks, partly.num_partly_reused_blocks, partly.num_copied_blocks) == (2, 1, 1)
+    assert partly.num_missed_blocks - last.num_missed_blocks == 1, "it is not found as a whole"

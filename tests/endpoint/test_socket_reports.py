@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from inflight.core.kv.block_pool import BlockPeaks
 from inflight.core.kv.kv_events import KvEvent, StoredBlock
 from inflight.core.kv.store_stats import DISK, StoreStats, TierStats
 from inflight.core.report.metrics import ServiceMetrics
@@ -30,7 +31,7 @@ from tests.core.test_stats import STATS
 from tests.endpoint.factories import DESCRIPTION, PATIENCE_S
 
 STORE = StoreStats(64, 3, 192, tiers=(TierStats(DISK, 1000, 3, 240, 3, 240),))
-SAVING = replace(STATS, block_store=STORE)
+SAVING = replace(STATS, block_store=STORE, block_peaks=BlockPeaks(4, 5, 6))
 METRICS = ServiceMetrics(
     finished=Counter({FinishReason.LENGTH: 2}), num_generated_tokens=7, block_store=STORE
 )
@@ -38,7 +39,7 @@ REPORTS = {
     ReportKind.ITERATIONS: Reports(
         iterations=(
             KeptIteration(STATS, 12.5),
-            KeptIteration(SAVING, 12.5, KvChanges(1, 2, 3, 4, 5, 6, 7, 8, 9)),
+            KeptIteration(SAVING, 12.5, KvChanges(*range(1, 14))),
         ),
         memory=MemoryUsage(1, 2, 3),
     ),

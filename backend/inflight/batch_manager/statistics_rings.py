@@ -29,6 +29,7 @@ class StatisticsRings:
         max_iterations: Number of iterations to keep; 0 keeps none.
         max_request_iterations: Number of iterations whose statistics of every request are kept; 0 keeps none.
         clock_s: Seconds since the epoch; injected by tests.
+        block_bytes: Size of a KV block on this rank's device; 0: unknown.
     """
 
     def __init__(
@@ -36,11 +37,13 @@ class StatisticsRings:
         max_iterations: int = 1000,
         max_request_iterations: int = 0,
         clock_s: Callable[[], float] = time.time,
+        block_bytes: int = 0,
     ) -> None:
         self._iterations: _Ring[KeptIteration] = _Ring(max_iterations)
         self._requests: _Ring[RequestCountsOfIteration] = _Ring(max_request_iterations)
         self._last: IterationCounts | None = None
         self._clock_s = clock_s
+        self._block_bytes = block_bytes
         self._lock = threading.Lock()
 
     @property
@@ -55,7 +58,7 @@ class StatisticsRings:
 
     def add(self, stats: IterationCounts, request_stats: tuple[RequestCounts, ...] = ()) -> None:
         """Add the statistics of one iteration. Loop thread."""
-        entry = KeptIteration(stats, self._clock_s(), kv_changes(stats, self._last))
+        entry = KeptIteration(stats, self._clock_s(), kv_changes(stats, self._last, self._block_bytes))
         self._last = stats
         with self._lock:
             self._iterations.add(entry)

@@ -214,6 +214,7 @@ class HostBlockStore:
 
     def _stats(self) -> StoreStats:
         host = (self._host.stats(),) if self._host.max_bytes else ()
+        self._host.begin_peaks()
         files = () if self._files is None else (self._files.stats(),)
         return StoreStats(
             self._buffers[False].size,
@@ -271,6 +272,7 @@ class HostBlockStore:
         """Remove a piece from both tiers."""
         with self._lock:
             self._forget_host(key)
+            self._host.note_peaks()
         if self._files is not None:
             self._files.remove(key)
         self._has_news = True
@@ -374,6 +376,7 @@ class HostBlockStore:
             while self._host.num_bytes > self._host.max_bytes:
                 removed.append(next(iter(self._in_host)))
                 self._forget_host(removed[-1])
+            self._host.note_peaks()
         return removed
 
     # ---------------------------------------------------------------- the thread that loads

@@ -28,6 +28,7 @@ class TierCounts:
         medium, max_bytes: As in `TierStats`.
         found: Blocks that the tier held at the start.
         saved, loaded, dropped: Blocks since the start, as in `TierStats`.
+        least_bytes, most_bytes: Sizes since `begin_peaks` was last called, as noted by `note_peaks`.
     """
 
     medium: str
@@ -36,6 +37,8 @@ class TierCounts:
     saved: Traffic = field(default_factory=Traffic)
     loaded: Traffic = field(default_factory=Traffic)
     dropped: Traffic = field(default_factory=Traffic)
+    least_bytes: int = 0
+    most_bytes: int = 0
 
     @property
     def num_blocks(self) -> int:
@@ -46,6 +49,15 @@ class TierCounts:
     def num_bytes(self) -> int:
         """Bytes of the blocks that the tier holds."""
         return self.found.num_bytes + self.saved.num_bytes - self.dropped.num_bytes
+
+    def note_peaks(self) -> None:
+        """Called when the content has changed."""
+        self.least_bytes = min(self.least_bytes, self.num_bytes)
+        self.most_bytes = max(self.most_bytes, self.num_bytes)
+
+    def begin_peaks(self) -> None:
+        """Forget the sizes before now."""
+        self.least_bytes = self.most_bytes = self.num_bytes
 
     def stats(self) -> TierStats:
         """Return a frozen copy of the counts."""
@@ -60,4 +72,6 @@ class TierCounts:
             loaded_bytes=self.loaded.num_bytes,
             num_dropped=self.dropped.count,
             dropped_bytes=self.dropped.num_bytes,
+            least_bytes=self.least_bytes,
+            most_bytes=self.most_bytes,
         )

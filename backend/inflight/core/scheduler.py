@@ -131,6 +131,7 @@ class Scheduler:
         # Before blocks are released: other ranks and replays have not seen the times of rank 0's idle iterations.
         self.kv_cache.pool.expire(self._now_ns)
         self._observed.begin_iteration()
+        self.kv_cache.pool.begin_peaks()
         responses: list[Response] = []
         for request in inputs.new_requests:
             try:

@@ -111,6 +111,15 @@ class _Content:
     age: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class BlockPeaks:
+    """The highest numbers of free, held and cached blocks in a time."""
+
+    free: int = 0
+    held: int = 0
+    cached: int = 0
+
+
 class BlockPool:
     """The device's blocks, 0 .. num_blocks - 1, each of them held, cached or empty.
 
@@ -126,6 +135,7 @@ class BlockPool:
         self._states = states
         self._block_of: dict[bytes, int] = {}
         self._now_ns = 0
+        self._peaks = 0, 0, 0
         self.clear()
 
     def clear(self, held: Collection[int] = ()) -> None:
@@ -146,6 +156,21 @@ class BlockPool:
         self._cached = BlockHeap(self.num_blocks)  # in the order of eviction
         self._expiries = BlockHeap(self.num_blocks)  # cached blocks with a retention duration, by its end
         self._num_releases = 0
+        self._note_peaks()
+
+    @property
+    def peaks(self) -> BlockPeaks:
+        """The highest numbers since `begin_peaks` was last called."""
+        return BlockPeaks(*self._peaks)
+
+    def begin_peaks(self) -> None:
+        """Forget the highest numbers before now."""
+        self._peaks = self.num_free, self.num_held, self.num_cached
+
+    def _note_peaks(self) -> None:
+        """Called when blocks have been taken, shared or released."""
+        free, held, cached = self._peaks
+        self._peaks = max(free, self.num_free), max(held, self.num_held), max(cached, self.num_cached)
 
     @property
     def num_free(self) -> int:
@@ -212,6 +237,7 @@ class BlockPool:
         taken = tuple(self._empty.pop() if self._empty else self._evict() for _ in range(count))
         for block_id in taken:
             self._references[block_id] = 1
+        self._note_peaks()
         return taken
 
     def share(self, block_ids: Iterable[int]) -> None:
@@ -222,6 +248,7 @@ class BlockPool:
                 self._cached.discard(block_id)
                 self._expiries.discard(block_id)
             self._references[block_id] += 1
+        self._note_peaks()
 
     def release(self, block_ids: Iterable[int]) -> None:
         """Drop one reference from each block, the least useful first."""
@@ -237,6 +264,7 @@ class BlockPool:
             self._num_releases += 1
             content.age = self._num_releases
             self._cache(block_id, content)
+        self._note_peaks()
 
     # ---------------------------------------------------------------- content
 

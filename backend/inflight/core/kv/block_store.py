@@ -246,7 +246,7 @@ class SavedBlocks:
         self._asked.update(update.saved)
         self._found.difference_update(update.dropped)
         self._asked.difference_update(update.dropped)
-        self.stats = update.stats or self.stats
+        self.stats = update.stats or self.stats.at_rest()
 
     def take_commands(self) -> StoreCommands:
         """Return the commands since the last call."""

@@ -135,8 +135,11 @@ class KvCacheManager:
         tokens_per_block: Tokens per block.
         num_reserved: Free blocks reserved by running sequences.
         num_taken_blocks: Number of free blocks taken since the start.
+        num_generation_blocks: Number of those that sequences in generation took.
         num_reused_blocks, num_missed_blocks: Numbers of blocks that admissions since the start found, and
             did not find, in the cache.
+        num_partly_reused_blocks: Number of the reused blocks of which only the beginning was found.
+        num_copied_blocks: Number of blocks since the start whose content was copied to another block.
         events: The log of changes to the content of blocks; None: no log.
         states: Snapshots of recurrent state; None for a model without recurrent state.
         saved: Blocks outside of the device's cache; None without a block store.
@@ -162,6 +165,9 @@ class KvCacheManager:
         self.num_taken_blocks = 0
         self.num_reused_blocks = 0
         self.num_missed_blocks = 0
+        self.num_generation_blocks = 0
+        self.num_partly_reused_blocks = 0
+        self.num_copied_blocks = 0
         self._tables: dict[int, _Table] = {}
         self._prompts: dict[int, _PromptKeys] = {}
         self._promises = Promises()  # of blocks
@@ -370,6 +376,8 @@ class KvCacheManager:
         table.reserved -= 1
         table.num_reused += 1
         self.num_taken_blocks += 1
+        self.num_partly_reused_blocks += 1
+        self.num_copied_blocks += source != target
 
     def load_saved(self, key: int, match: PrefixMatch, token_ids: Sequence[int], rules: CacheRules) -> None:
         """Begin to load the blocks and the snapshot that continue a waiting sequence's cached prefix.
@@ -414,7 +422,7 @@ class KvCacheManager:
         table = self._tables[key]
         return table.reserved + sum(self.pool.is_held_once(block_id) for block_id in table.block_ids)
 
-    def extend(self, key: int, num_tokens: int) -> tuple[int, ...]:
+    def extend(self, key: int, num_tokens: int, in_generation: bool = False) -> tuple[int, ...]:
         """Grow a table to the blocks of `num_tokens` tokens, and return the appended blocks.
 
         The blocks must be available: within the reservation, or `missing_blocks` <= `num_unreserved`.
@@ -430,6 +438,8 @@ class KvCacheManager:
         taken = self.pool.take(count)
         table.block_ids.extend(taken)
         self.num_taken_blocks += count
+        if in_generation:
+            self.num_generation_blocks += count
         return taken
 
     # ---------------------------------------------------------------- beams
@@ -474,6 +484,7 @@ class KvCacheManager:
                 continue
             (block_id,) = self.pool.take(1)
             self.num_taken_blocks += 1
+            self.num_generation_blocks += 1
             if place == len(tail):
                 tail.append(block_id)
                 growth.appended.append((beam, block_id))
@@ -482,6 +493,7 @@ class KvCacheManager:
                 growth.replaced.append((beam, index, block_id))
                 self.pool.release((tail[place],))
                 tail[place] = block_id
+        self.num_copied_blocks += len(growth.copies)
         self._reserve(table, table.reserved + distinct - table.num_distinct())
         return growth
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 HOST, DISK = "host", "disk"
 """The tiers' media, from the fastest to the slowest."""
@@ -20,6 +20,8 @@ class TierStats:
         num_loaded, loaded_bytes: Blocks that were loaded from it into the device's cache.
         num_dropped, dropped_bytes: Blocks that it held and does not hold any more: removed to make room, because
             of their age, because they could not be read or must not be loaded again, or replaced.
+        least_bytes, most_bytes: The smallest and the largest size of the content since the statistics before;
+            counted only for HOST.
     """
 
     medium: str
@@ -32,6 +34,8 @@ class TierStats:
     loaded_bytes: int = 0
     num_dropped: int = 0
     dropped_bytes: int = 0
+    least_bytes: int = 0
+    most_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,14 @@ class StoreStats:
     num_loaded: int = 0
     loaded_bytes: int = 0
     tiers: tuple[TierStats, ...] = ()
+
+    def at_rest(self) -> StoreStats:
+        """Return the statistics after a time in which nothing has changed."""
+        host = self.tier(HOST)
+        if host.least_bytes == host.most_bytes:
+            return self
+        rested = replace(host, least_bytes=host.num_bytes, most_bytes=host.num_bytes)
+        return replace(self, tiers=tuple(rested if tier is host else tier for tier in self.tiers))
 
     def tier(self, medium: str) -> TierStats:
         """Return the statistics of a tier, all 0 if there is no such tier."""

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, field
 from enum import Enum
 
+from inflight.core.kv.block_pool import BlockPeaks
 from inflight.core.kv.store_stats import HOST, StoreStats
 
 _SECONDS_FORMAT = "%m-%d-%Y %H:%M:%S"
@@ -103,8 +104,12 @@ class IterationCounts:
         num_waiting_requests: Sequences that wait for their first start or are paused.
         num_paused_requests: Number of sequences paused in this iteration.
         num_taken_blocks: Free blocks taken since the start.
+        num_generation_blocks: Taken blocks that sequences in generation took.
         num_reused_blocks: Blocks that admissions found in the cache, since the start.
+        num_partly_reused_blocks: Reused blocks of which only the beginning was found.
         num_missed_blocks: Full blocks that admissions did not find in the cache, since the start.
+        num_copied_blocks: Blocks whose content was copied to another block of the cache, since the start.
+        block_peaks: The highest numbers of blocks during the iteration.
         block_store: The statistics of the store of saved KV blocks.
         static_batch: The current static batch; None without static batching.
         adapters: Numbers of LoRA adapters, stored and on the device.
@@ -138,6 +143,10 @@ class IterationCounts:
     num_taken_blocks: int = 0
     max_sequence_length: int = 0
     num_cached_blocks: int = 0
+    num_generation_blocks: int = 0
+    num_partly_reused_blocks: int = 0
+    num_copied_blocks: int = 0
+    block_peaks: BlockPeaks = field(default_factory=BlockPeaks)
     block_store: StoreStats = field(default_factory=StoreStats)
     static_batch: StaticBatchStats | None = None
     adapters: AdapterStats = field(default_factory=AdapterStats)
@@ -233,7 +242,9 @@ class KvChanges:
     """By how much the counts of KV blocks grew from one kept iteration to the next.
 
     Attributes:
-        num_taken, num_reused, num_missed: Blocks as in `IterationCounts`.
+        num_taken, num_generation, num_reused, num_partly_reused, num_missed, num_copied: Blocks as in
+            `IterationCounts`.
+        copied_bytes: Bytes of the copied blocks.
         num_offloaded, offloaded_bytes: Blocks copied from the device's cache to the block store.
         num_onboarded, onboarded_bytes: Blocks copied from the block store to the device's cache.
         num_host_dropped, host_dropped_bytes: Blocks dropped from host memory.
@@ -248,18 +259,25 @@ class KvChanges:
     onboarded_bytes: int = 0
     num_host_dropped: int = 0
     host_dropped_bytes: int = 0
+    num_generation: int = 0
+    num_partly_reused: int = 0
+    num_copied: int = 0
+    copied_bytes: int = 0
 
 
-def kv_changes(now: IterationCounts, before: IterationCounts | None) -> KvChanges:
-    """Return by how much the counts of KV blocks grew from `before` to `now`; None: since the start."""
+def kv_changes(now: IterationCounts, before: IterationCounts | None, block_bytes: int = 0) -> KvChanges:
+    """Return by how much the counts of KV blocks grew from `before` to `now`; None: since the start.
+
+    `block_bytes` is the size of a block on the device.
+    """
     totals = _kv_totals(now)
     if before is not None:
         totals = tuple(new - old for new, old in zip(totals, _kv_totals(before), strict=True))
-    return KvChanges(*totals)
+    return KvChanges(*totals, copied_bytes=totals[-1] * block_bytes)
 
 
 def _kv_totals(stats: IterationCounts) -> tuple[int, ...]:
-    """Return the counts since the start, in the order of `KvChanges`."""
+    """Return the counts since the start, in the order of `KvChanges`, without the last."""
     store = stats.block_store
     host = store.tier(HOST)
     return (
@@ -272,6 +290,9 @@ def _kv_totals(stats: IterationCounts) -> tuple[int, ...]:
         store.loaded_bytes,
         host.num_dropped,
         host.dropped_bytes,
+        stats.num_generation_blocks,
+        stats.num_partly_reused_blocks,
+        stats.num_copied_blocks,
     )
 
 

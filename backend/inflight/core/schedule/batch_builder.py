@@ -92,9 +92,10 @@ class BatchBuilder:
         if block_ids:
             self._new_blocks.append((slot, block_ids))
 
-    def _extend(self, llm_request: LlmRequest, num_tokens: int) -> None:
+    def _extend(self, llm_request: LlmRequest, num_tokens: int, in_generation: bool = False) -> None:
         """Give a sequence the blocks for `num_tokens` tokens."""
-        self._append_blocks(llm_request.slots[0], self._kv_cache.extend(llm_request.key, num_tokens))
+        block_ids = self._kv_cache.extend(llm_request.key, num_tokens, in_generation)
+        self._append_blocks(llm_request.slots[0], block_ids)
 
     def _add_chunk(self, llm_request: LlmRequest, num_rows: int) -> None:
         """Add the next rows of a context; after its last row, the request's own draft if there is one.
@@ -141,7 +142,7 @@ class BatchBuilder:
             if position % size == 0:
                 if kv_cache.missing_blocks(llm_request.key, position + 1) > kv_cache.num_unreserved:
                     continue
-                self._extend(llm_request, position + 1)
+                self._extend(llm_request, position + 1, in_generation=True)
             drafter = llm_request.drafter
             if isinstance(drafter, HeadDrafts) and not drafter.length.is_over:
                 self._head_slots.append(llm_request.slots[0])
@@ -149,7 +150,7 @@ class BatchBuilder:
                 draft := self._draft(llm_request, drafter, num_free_rows, len(sequences))
             ):
                 num_free_rows -= len(draft)
-                self._extend(llm_request, position + 1 + len(draft))
+                self._extend(llm_request, position + 1 + len(draft), in_generation=True)
                 self._add_draft(llm_request, draft)
                 llm_request.num_scheduled_tokens += 1 + len(draft)
                 continue
