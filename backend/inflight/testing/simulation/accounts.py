@@ -122,6 +122,11 @@ class Accounts:
         assert stats.num_free_blocks == self._scheduler.kv_cache.pool.num_free
         assert stats.num_reused_blocks == self._scheduler.kv_cache.num_reused_blocks
         assert stats.num_missed_blocks == self._scheduler.kv_cache.num_missed_blocks
+        assert stats.num_partly_reused_blocks <= stats.num_reused_blocks
+        assert stats.num_generation_blocks <= stats.num_taken_blocks
+        now, most = (stats.num_free_blocks, stats.num_used_blocks, stats.num_cached_blocks), stats.block_peaks
+        for count, peak in zip(now, (most.free, most.held, most.cached), strict=True):
+            assert count <= peak <= stats.max_num_blocks
 
     def _is_queued(self, llm_request: LlmRequest) -> bool:
         return not llm_request.group.is_held and (llm_request.leads or llm_request.group.has_context)
