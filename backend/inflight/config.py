@@ -185,7 +185,7 @@ class SchedulingConfig:
         SchedulePolicy.FCFS,
         member(SchedulePolicy),
         "which waiting request of one client and priority starts first; fcfs: the oldest; lpm: the one with "
-        "the longest cached prefix",
+        "the longest cached prefix, but at most 32 others start before an older request in this way",
     )
     enable_kv_cache_reuse: bool = parameter(
         True, BOOLEAN, "reuse KV blocks of earlier sequences with the same prefix (prefix caching)"
