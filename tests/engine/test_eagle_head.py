@@ -230,13 +230,14 @@ def test_a_guess_costs_a_layer_and_the_output_projection(zoo: Zoo, tmp_path: Pat
 
 
 def test_a_head_that_cannot_pay_is_never_used(
-    right: tuple[ZooModel, EagleHeadFolder], monkeypatch: pytest.MonkeyPatch
+    right: tuple[ZooModel, EagleHeadFolder], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its operations that are not products take longer than a token of this model."""
     model, head = right
     monkeypatch.setitem(draft_costs._OVERHEAD_BYTES, "cpu", 1e6)
     engine = load(model.folder, 60, draft_head_dir=str(head.folder))
     assert engine.limits.guess_cost > 1
+    assert "the draft head is not used, because a guess takes longer than a token of the model" in caplog.text
     monkeypatch.setattr(engine.runner._draft_head, "fill", None)  # a call is an error
     served = serve(engine, with_head("no-evict", 3), [Request(0, model.prompt(9), 20, output=METRICS)])
     assert len(served.tokens(0)) == 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import torch
@@ -17,6 +18,8 @@ from inflight.engine.load_options import LoadOptions
 from inflight.engine.runner import ModelRunner
 from inflight.models import DecoderConfig
 from inflight.models.sharding import Part
+
+_logger = logging.getLogger(__name__)
 
 
 def prepare_device(config: EngineConfig) -> torch.device:
@@ -99,6 +102,10 @@ class RankLoader:
             entry_cost=draft_costs.entry,
             hidden_size=limits.hidden_size if has_bidirectional_attention or not limits.has_spans else 0,
         )
+        if draft_head is not None and not limits.has_useful_head:
+            _logger.warning(
+                "the draft head is not used, because a guess takes longer than a token of the model"
+            )
         runner = ModelRunner(
             decoder,
             cache,
