@@ -1,9 +1,11 @@
 """Send requests of every kind to a server for hours, and watch memory, files and threads of its processes.
 
-Starts the same server as `scripts/serve --openai-port`, with a LoRA adapter and saved KV blocks. The prompts are
-few, and each kind of request must have the same answer every time. Every `--interval` seconds a line for each
-process is appended to `--csv`. Prints one line of JSON last: how many requests there were, and each process's
-figures after the first sixth of the time and at the end. The exit status is 1 if an answer was wrong.
+Starts the same server as `scripts/serve --openai-port`, with a LoRA adapter, saved KV blocks, batches, a chat
+template with tools and reasoning, and the model as its own draft model. The prompts are few, and each kind of
+request must have the same answer every time; soak_kinds.py has the kinds, and says what is left out. Every
+`--interval` seconds a line for each process is appended to `--csv`. Prints one line of JSON last: how many
+requests there were, and each process's figures after the first sixth of the time and at the end. The exit status
+is 1 if an answer was wrong.
 """
 
 from __future__ import annotations
@@ -18,33 +20,28 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
-from http.client import HTTPResponse
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
 from safetensors.numpy import save_file
 
 from benchmarks.measuring.options import duration, new_parser
+from benchmarks.soak_kinds import ADAPTER, all_kinds, kinds_openai_options, kinds_settings
 from inflight.arguments import output_file, positive
 from inflight.server import runtime_directory
 from inflight.server.launch import ServerOptions, TritonServer, serve
 from inflight.server.option_types import setting
 from inflight.server.ports import Ports
 from inflight.server.repository import default_repository
-from inflight_client import Client, Guide
+from inflight_client import Client
 
 _MIB = 1 << 20
-_TIMEOUT_S = 300.0
-_ADAPTER, _RANK = "soak", 8
+_RANK = 8
 _PROMPTS = tuple("def " * (4 * n) + name for n, name in enumerate(("add(a, b):", "main():", "read(path):")))
-_SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 
 
 @dataclass(frozen=True)
@@ -97,36 +94,7 @@ class Load:
         self._known: dict[str, object] = {}
         self.ended: Counter[str] = Counter()
         self.wrong: list[str] = []
-        self.kinds: Mapping[str, Callable[[random.Random, str], object]] = {
-            "grpc": lambda chance, text: self._generate(text),
-            "seed": lambda chance, text: self._generate(text, temperature=1.0, top_k=20, seed=7),
-            "sequences": lambda chance, text: self._generate(text, num_return_sequences=3, top_k=5, seed=1),
-            "beams": lambda chance, text: self._generate(text, beam_width=3),
-            "stop words": lambda chance, text: self._generate(text, stop_words=["return", "("]),
-            "log probs": lambda chance, text: self._generate(
-                text, return_log_probs=True, num_top_log_probs=2
-            ),
-            "guide": lambda chance, text: self._generate(text, guide=Guide.json_schema(_SCHEMA)),
-            "new guide": self._new_guide,
-            "lora": lambda chance, text: self._generate(text, lora=_ADAPTER),
-            "drafts": lambda chance, text: self._generate(text, prompt_lookup_num_tokens=4),
-            "stream": self._stream,
-            "left stream": self._left_stream,
-            "cancel": self._cancel,
-            "deadline": lambda chance, text: self._ended(text, allotted_time_ms=chance.randint(1, 50)),
-            "refused": self._refused,
-            "http": self._http,
-            "closed http": self._closed_http,
-            "completions": lambda chance, text: self._v1("completions", prompt=text),
-            "chat": lambda chance, text: self._v1(
-                "chat/completions", messages=[{"role": "user", "content": text}], logprobs=True
-            ),
-            "v1 stream": lambda chance, text: self._v1("completions", prompt=text, stream=True),
-            "closed v1": self._closed_v1,
-            "metrics": self._metrics,
-            "state": lambda chance, text: self._client.state() and None,
-            "adapter commands": self._adapter_commands,
-        }
+        self.kinds = all_kinds(server, self._client)
 
     def run(self, seconds: float, watch: Callable[[], None]) -> None:
         """Send requests for this many seconds; calls `watch` in between, in this thread."""
@@ -171,85 +139,6 @@ class Load:
             self.ended["wrong"] += 1
             if len(self.wrong) < 20:
                 self.wrong.append(text)
-
-    # ---------------------------------------------------------------- kinds of requests
-
-    def _generate(self, text: str, **options: Any) -> object:
-        done = self._client.generate(text, max_tokens=24, **options)
-        return [(each.text, each.finish_reason) for each in done.sequences]
-
-    def _ended(self, text: str, **options: Any) -> None:
-        done = self._client.generate(text, max_tokens=400, end_id=-1, **options)
-        assert done.sequences[0].finish_reason in ("LENGTH", "TIMED_OUT"), done
-
-    def _new_guide(self, chance: random.Random, text: str) -> None:
-        word = f"{chance.randrange(10**9):x}"
-        assert self._client.generate(text, max_tokens=30, guide=Guide("regex", word)).text.strip() == word
-
-    def _stream(self, chance: random.Random, text: str) -> object:
-        return "".join(delta.text for delta in self._client.stream(text, max_tokens=40))
-
-    def _left_stream(self, chance: random.Random, text: str) -> None:
-        with contextlib.closing(self._client.stream(text, max_tokens=900, end_id=-1)) as deltas:
-            assert list(islice(deltas, chance.randint(1, 9)))
-
-    def _cancel(self, chance: random.Random, text: str) -> None:
-        request_id = f"soak-{chance.randrange(10**12)}"
-        timer = threading.Timer(chance.random() * 0.2, self._client.cancel, (request_id,))
-        timer.start()
-        done = self._client.generate(text, max_tokens=900, end_id=-1, request_id=request_id)
-        timer.join()
-        assert done.sequences[0].finish_reason in ("CANCELLED", "LENGTH"), done
-
-    def _refused(self, chance: random.Random, text: str) -> None:
-        try:
-            self._client.generate(text, max_tokens=5, top_p=2.0)
-        except Exception as error:
-            assert "top_p" in str(error), error
-        else:
-            raise AssertionError("top_p of 2 was accepted")
-
-    def _http(self, chance: random.Random, text: str) -> object:
-        with self._post_to_triton("generate", text, 24) as answer:
-            return json.loads(answer.read())["text_output"]
-
-    def _closed_http(self, chance: random.Random, text: str) -> None:
-        with self._post_to_triton("generate_stream", text, 900) as answer:
-            assert answer.readline()
-
-    def _v1(self, path: str, **body: Any) -> object:
-        with self._post_to_v1(path, max_tokens=24, temperature=0, **body) as answer:
-            if body.get("stream"):
-                lines = [line[6:] for line in answer if line.startswith(b"data: ")]
-                assert lines.pop().strip() == b"[DONE]"
-                return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
-            choice = json.loads(answer.read())["choices"][0]
-            return choice["text"] if "text" in choice else choice["message"]["content"]
-
-    def _closed_v1(self, chance: random.Random, text: str) -> None:
-        with self._post_to_v1("completions", prompt=text, max_tokens=900, stream=True) as answer:
-            assert answer.readline()
-
-    def _metrics(self, chance: random.Random, text: str) -> None:
-        with urllib.request.urlopen(f"http://{self._server.metrics}/metrics", timeout=_TIMEOUT_S) as page:
-            assert b"nv_trt_llm_" in page.read()
-
-    def _adapter_commands(self, chance: random.Random, text: str) -> None:
-        with contextlib.suppress(Exception):  # the adapter is not loaded, or another client's request uses it
-            self._client.unload_adapter(_ADAPTER)
-        self._client.load_adapter(_ADAPTER)
-
-    def _post_to_triton(self, path: str, text: str, num_tokens: int) -> HTTPResponse:
-        body = {"text_input": text, "max_tokens": num_tokens, "stream": path == "generate_stream"}
-        return _post(f"http://{self._server.http}/v2/models/ensemble/{path}", body)
-
-    def _post_to_v1(self, path: str, **body: Any) -> HTTPResponse:
-        return _post(f"{self._server.openai}/v1/{path}", {"model": "demo_model", **body})
-
-
-def _post(url: str, body: Mapping[str, Any]) -> HTTPResponse:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    return urllib.request.urlopen(request, timeout=_TIMEOUT_S)
 
 
 def watch(server: TritonServer, begun_s: float, num_requests: int) -> Iterator[Sample]:
@@ -350,13 +239,11 @@ def soak(given: argparse.Namespace, folder: Path) -> tuple[Load, list[Sample]]:
 
     Args:
         given: The command line.
-        folder: An empty folder for the adapter and the saved KV blocks.
+        folder: An empty folder for files of the server: the adapter, batches, the template, saved KV blocks.
     """
-    write_adapter(folder / "adapters" / _ADAPTER, default_repository() / "tensorrt_llm/1/demo_model")
+    write_adapter(folder / "adapters" / ADAPTER, default_repository() / "tensorrt_llm/1/demo_model")
     settings = {
-        "lora_dir": str(folder / "adapters"),
-        "enable_adapter_commands": "true",
-        "enable_state_requests": "true",
+        **kinds_settings(folder),
         "kv_cache_dir": str(folder / "blocks"),
         "kv_cache_disk_bytes": str(256 * _MIB),
         "max_tokens_in_paged_kv_cache": "8192",
@@ -368,7 +255,7 @@ def soak(given: argparse.Namespace, folder: Path) -> tuple[Load, list[Sample]]:
         table = output and csv.DictWriter(output, [each.name for each in fields(Sample)])
         if table:
             table.writeheader()
-        options = ServerOptions(ports=Ports(openai=0), tp=given.tp)
+        options = ServerOptions(ports=Ports(openai=0), openai=kinds_openai_options(folder), tp=given.tp)
         server = stack.enter_context(serve(settings=settings, options=options))
         load, begun_s = Load(server, given.rate), time.monotonic()
 

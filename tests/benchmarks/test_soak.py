@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import csv
+import re
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from benchmarks import soak
+from benchmarks import soak, soak_kinds
+
+PROMISES = Path(__file__).resolve().parents[2] / "docs/promises.md"
 
 SAMPLE = soak.Sample(0, "stub", 1, 100.0, 50.0, 10, 5, 24.0, 6, 0)
 
@@ -21,9 +25,21 @@ def test_figures_are_those_after_the_start_and_at_the_end() -> None:
     assert soak.judge(samples)["stub"]["threads"] == (5.0, 5.0)
 
 
+@pytest.mark.smoke
+def test_the_documentation_has_the_number_of_kinds() -> None:
+    said = re.search(r"sends\s+requests\s+of\s+(\d+)\s+kinds", PROMISES.read_text())
+    assert said and int(said[1]) == len(soak_kinds.all_kinds(Mock(), Mock()))
+
+
+@pytest.mark.smoke
+def test_ids_are_left_out_of_answers_at_every_depth() -> None:
+    answer = [{"id": "a", "output": [{"call_id": "b", "name": "count", "content": [{"id": "c"}]}]}]
+    assert soak_kinds.without_ids(answer) == [{"output": [{"name": "count", "content": [{}]}]}]
+
+
 @pytest.mark.exhaustive
 def test_every_kind_of_request_is_sent_and_answered(tmp_path: Path) -> None:
-    given = argparse.Namespace(minutes=0.4, rate=25, interval=6.0, csv=tmp_path / "soak.csv")
+    given = argparse.Namespace(minutes=1.0, rate=25, interval=6.0, csv=tmp_path / "soak.csv", tp=None, set=[])
     load, samples = soak.soak(given, tmp_path / "files")
     assert not load.wrong, load.wrong
     assert load.ended.keys() == load.kinds.keys()
