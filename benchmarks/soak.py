@@ -30,7 +30,7 @@ import psutil
 from safetensors.numpy import save_file
 
 from benchmarks.measuring.options import duration, new_parser
-from benchmarks.soak_kinds import ADAPTER, all_kinds, kinds_openai_options, kinds_settings
+from benchmarks.soak_kinds import ADAPTER, EQUAL_KINDS, all_kinds, kinds_openai_options, kinds_settings
 from inflight.arguments import output_file, positive
 from inflight.server import runtime_directory
 from inflight.server.launch import ServerOptions, TritonServer, serve
@@ -117,22 +117,26 @@ class Load:
 
     def _send_on(self, chance: random.Random, every_s: float) -> None:
         while not self._is_over.wait(chance.expovariate(1 / every_s)):
-            kind, number = chance.choice(list(self.kinds)), chance.randrange(len(_PROMPTS))
-            try:
-                answer = self.kinds[kind](chance, _PROMPTS[number])
-            except Exception as error:
-                self._note_wrong(f"{kind}: {type(error).__name__}: {error}")
-                continue
-            self._check(f"{kind} {number}", answer)
-            with self._lock:
-                self.ended[kind] += 1
+            self.send(chance.choice(list(self.kinds)), chance.randrange(len(_PROMPTS)), chance)
 
-    def _check(self, name: str, answer: object) -> None:
-        """Compare an answer with the first of its kind; None is not compared."""
+    def send(self, kind: str, number: int, chance: random.Random) -> None:
+        """Send a request of a kind with the prompt of this number, and check and count the answer."""
+        try:
+            answer = self.kinds[kind](chance, _PROMPTS[number])
+        except Exception as error:
+            self._note_wrong(f"{kind}: {type(error).__name__}: {error}")
+            return
+        self._check(kind, number, answer)
+        with self._lock:
+            self.ended[kind] += 1
+
+    def _check(self, kind: str, number: int, answer: object) -> None:
+        """Compare an answer with the first one of its kind, or of an equal kind; None is not compared."""
+        name = f"{EQUAL_KINDS.get(kind, kind)} {number}"
         with self._lock:
             known = self._known.setdefault(name, answer)
         if answer is not None and answer != known:
-            self._note_wrong(f"{name}: {answer!r}, before {known!r}")
+            self._note_wrong(f"{kind} {number}: {answer!r}, {name} before {known!r}")
 
     def _note_wrong(self, text: str) -> None:
         with self._lock:

@@ -51,6 +51,13 @@ _TEMPLATE = r"""
 
 Kind = Callable[[random.Random, str], object]
 
+EQUAL_KINDS = {
+    **dict.fromkeys(("drafts", "own drafts", "priority", "salt", "retention"), "grpc"),
+    "draft model": "http",
+    "v1 priority": "completions",
+}
+"""Kinds by the kind whose answers theirs must equal, because their options change no token."""
+
 
 def kinds_settings(folder: Path) -> dict[str, str]:
     """Return the settings that the kinds need. `folder` is for sockets and the adapter, which is in adapters/."""

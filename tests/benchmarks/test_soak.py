@@ -7,6 +7,7 @@ import csv
 import re
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from unittest.mock import Mock
 
 import pytest
@@ -35,6 +36,18 @@ def test_the_documentation_has_the_number_of_kinds() -> None:
 def test_ids_are_left_out_of_answers_at_every_depth() -> None:
     answer = [{"id": "a", "output": [{"call_id": "b", "name": "count", "content": [{"id": "c"}]}]}]
     assert soak_kinds.without_ids(answer) == [{"output": [{"name": "count", "content": [{}]}]}]
+
+
+@pytest.mark.smoke
+def test_an_answer_must_equal_the_first_one_of_its_kind_or_of_an_equal_kind(monkeypatch) -> None:
+    answers = iter(["a", "a", "b"])
+    kinds = {"drafts": lambda chance, text: next(answers), "grpc": lambda chance, text: next(answers)}
+    monkeypatch.setattr(soak, "all_kinds", lambda server, client: kinds)
+    load = soak.Load(Mock(grpc="localhost:1"), rate=1)
+    for kind in ("grpc", "drafts", "drafts"):
+        load.send(kind, 0, Random(0))
+    assert load.ended == {"grpc": 1, "drafts": 2, "wrong": 1}
+    assert load.wrong == ["drafts 0: 'b', grpc 0 before 'a'"]
 
 
 @pytest.mark.exhaustive
