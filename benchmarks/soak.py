@@ -75,7 +75,7 @@ WATCHED = ("resident_mib", "private_mib", "descriptors", "threads", "shm_mib", "
 
 
 class Load:
-    """Clients that send one request after another, each of a kind chosen at random.
+    """Clients that send one request after another, all kinds equally often, in random order.
 
     Args:
         server: The server, with /v1.
@@ -95,6 +95,7 @@ class Load:
         self.ended: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.kinds = all_kinds(server, self._client)
+        self._next_kinds: list[str] = []
 
     def run(self, seconds: float, watch: Callable[[], None]) -> None:
         """Send requests for this many seconds; calls `watch` in between, in this thread."""
@@ -117,7 +118,15 @@ class Load:
 
     def _send_on(self, chance: random.Random, every_s: float) -> None:
         while not self._is_over.wait(chance.expovariate(1 / every_s)):
-            self.send(chance.choice(list(self.kinds)), chance.randrange(len(_PROMPTS)), chance)
+            self.send(self._next_kind(chance), chance.randrange(len(_PROMPTS)), chance)
+
+    def _next_kind(self, chance: random.Random) -> str:
+        """Return a kind at random, but none a second time before all the others."""
+        with self._lock:
+            if not self._next_kinds:
+                self._next_kinds = list(self.kinds)
+                chance.shuffle(self._next_kinds)
+            return self._next_kinds.pop()
 
     def send(self, kind: str, number: int, chance: random.Random) -> None:
         """Send a request of a kind with the prompt of this number, and check and count the answer."""

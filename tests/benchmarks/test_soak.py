@@ -52,7 +52,7 @@ def test_an_answer_must_equal_the_first_one_of_its_kind_or_of_an_equal_kind(monk
 
 @pytest.mark.exhaustive
 def test_every_kind_of_request_is_sent_and_answered(tmp_path: Path) -> None:
-    given = argparse.Namespace(minutes=1.0, rate=25, interval=6.0, csv=tmp_path / "soak.csv", tp=None, set=[])
+    given = argparse.Namespace(minutes=0.6, rate=25, interval=6.0, csv=tmp_path / "soak.csv", tp=None, set=[])
     load, samples = soak.soak(given, tmp_path / "files")
     assert not load.wrong, load.wrong
     assert load.ended.keys() == load.kinds.keys()
