@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from inflight.server.repository import Wanted
 from .clients import CONTROL, CONTROLLED, Answer, Stream, ask, completion, infer, wait_until
 from .conftest import POST_PROCESSORS
 from .rank_processes import Processes, shared_memory
+from .retrying_clients import RetryingClients, ask_triton, print_longest
 
 ENGINE = "tensorrt_llm"
 SETTINGS = {
@@ -119,6 +121,10 @@ def tokens(server: TritonServer) -> list[int]:
     return completion(server.grpc, input_ids=PROMPT, request_output_len=12).ids
 
 
+def retrying_client(server: TritonServer) -> RetryingClients:
+    return RetryingClients({"triton": lambda: ask_triton(server.http)})
+
+
 def unload(server: TritonServer) -> None:
     with grpc.InferenceServerClient(server.grpc) as client:
         client.unload_model(ENGINE, headers=CONTROL)
@@ -198,16 +204,24 @@ def test_an_orchestrated_engine_is_restarted_after_a_loss(server, victim, number
     num_before, memory_before = len(before.always_there), len(shared_memory(server))
     lost = [before.by_name[name] for name in ("rank 0", "rank 1", "mpirun", "stub")]
     lost += [before.by_name["guides"]] if "guides" in before.by_name else []
+    retrying = retrying_client(server)
     with Readiness(server) as readiness:
         if is_busy:
-            with Clients(server) as clients:
+            with Clients(server) as clients, retrying:
+                retrying.wait_answered()
                 before.signal(victim, number)
                 finals = clients.finals()
+                assert readiness.was_unready.wait(PATIENCE_S)
+                retrying.wait_answered()
             assert all("lost" in str(answer.error) for answer in finals), finals
         else:
             before.signal(victim, number)
-        assert readiness.was_unready.wait(PATIENCE_S)
+            assert readiness.was_unready.wait(PATIENCE_S)
+            with retrying:  # a request before would have made the ranks busy
+                retrying.wait_answered()
         wait_until(readiness.is_ready, timeout=PATIENCE_S)
+    assert not retrying.wrong
+    retrying.report(f"{victim} {number.name} {'busy' if is_busy else 'idle'}")
     assert tokens(server) == tokens_before
     wait_until(lambda: not set(lost) & Processes.of(server).all)
     wait_until(lambda: len(Processes.of(server).always_there) == num_before)
@@ -221,9 +235,13 @@ def test_a_stopped_mpirun_disturbs_no_request_and_ends_with_its_ranks(server):
     stream = Stream(server.grpc)
     stream.send(ENGINE, input_ids=PROMPT, request_output_len=200, end_id=-1, streaming=True)
     stream.receive()
-    before.signal("mpirun", STOP)
-    assert tokens(server) == expected
-    assert list(stream.until_final())[-1].error is None
+    with retrying_client(server) as retrying:
+        before.signal("mpirun", STOP)
+        assert tokens(server) == expected
+        assert list(stream.until_final())[-1].error is None
+        retrying.wait_answered()
+    assert not retrying.wrong and not retrying.num_repeated
+    retrying.report("mpirun stopped")
     stream.client.close()
     reload(server)
     assert tokens(server) == expected
@@ -270,11 +288,14 @@ def test_a_lost_stub_ends_the_server(elsewhere, mode, number):
         processes = Processes.of(server)
         with Clients(server) as clients:
             processes.signal("stub", number)
+            begun_s = time.monotonic()
             finals = clients.finals()
+            print_longest(f"stub {mode} {number.name}: until the errors", time.monotonic() - begun_s)
         assert all(answer.error for answer in finals)
         wait_until(processes.have_ended, timeout=PATIENCE_S)
         wait_until(lambda: not shared_memory(server))
         wait_until(lambda: server.returncode is not None)
+        print_longest(f"stub {mode} {number.name}: until the server has ended", time.monotonic() - begun_s)
 
 
 @pytest.mark.exhaustive

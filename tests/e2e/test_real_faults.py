@@ -1,7 +1,7 @@
 """Faults of the machine under load, on a real server: clients that retry get the answers that they got before.
 
-Each test prints how long the server took to answer again. Those that need rights, for a file system or a control
-group of their own, are skipped without them.
+With the option `-s` of pytest, each test prints the longest time from a request's first attempt to its answer. Tests
+that need rights, for a file system or a control group of their own, are skipped without them.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from tests.commands import Command, command
 
 from .clients import wait_until
 from .conftest import DEMO_MODEL, REPOSITORY
+from .retrying_clients import PATIENCE_S, RetryingClients, ask_triton, post, print_longest
 
 pytestmark = pytest.mark.exhaustive
 
-PATIENCE_S = 120.0
 PROMPT = [3, 1, 4, 1, 5]
 SETTINGS = {
     "fake_engine": "vocab=3072,step_us=2000",
@@ -73,68 +73,18 @@ def started(tmp_path: Path, *flags: str) -> Iterator[Command]:
         yield running
 
 
-class Clients:
-    """Clients of /v1 and of Triton that send one request after another, and repeat those that fail.
-
-    Attributes:
-        wrong: Answers that differ from the first ones.
-        num_repeated: Requests that failed and were sent again.
-        longest_s: The longest time from a request's first attempt to its answer, in seconds.
-    """
-
-    def __init__(self, ready: dict[str, str], more: dict[str, Callable[[], object]] | None = None) -> None:
-        v1, triton = ready["openai"], ready["http"]
-        self._asking: dict[str, Callable[[], object]] = {
-            "v1": lambda: ask_v1(v1),
-            "triton": lambda: ask_triton(triton),
-            **(more or {}),
-        }
-        self._expected = {name: ask() for name, ask in self._asking.items()}
-        self._is_over = threading.Event()
-        self._threads = [threading.Thread(target=self._send_on, args=(name,)) for name in self._asking]
-        self.wrong: list[object] = []
-        self.num_repeated = 0
-        self.num_answers = dict.fromkeys(self._asking, 0)
-        self.longest_s = 0.0
-
-    def __enter__(self) -> Clients:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        for thread in self._threads:
-            thread.join()
-
-    def wait_answered(self) -> None:
-        """Wait until each client has had two more answers: the second request was sent after the call."""
-        before = dict(self.num_answers)
-        wait_until(lambda: all(self.num_answers[each] > before[each] + 1 for each in before), PATIENCE_S)
-
-    def _send_on(self, name: str) -> None:
-        while not self._is_over.wait(0.02):
-            begun_s = time.monotonic()
-            while not self._is_over.is_set():
-                try:
-                    answer = self._asking[name]()
-                except (OSError, HTTPException):
-                    self.num_repeated += 1
-                    time.sleep(0.1)
-                else:
-                    if answer != self._expected[name]:
-                        self.wrong.append((name, answer))
-                    self.num_answers[name] += 1
-                    break
-            self.longest_s = max(self.longest_s, time.monotonic() - begun_s)
+def clients_of(ready: dict[str, str], more: dict[str, Callable[[], object]] | None = None) -> RetryingClients:
+    """Return a client of /v1, one of Triton, and one for each function of `more`."""
+    v1, triton = ready["openai"], ready["http"]
+    return RetryingClients({"v1": lambda: ask_v1(v1), "triton": lambda: ask_triton(triton), **(more or {})})
 
 
 @contextlib.contextmanager
-def under_load(serving: Command) -> Iterator[tuple[dict[str, str], Clients]]:
+def under_load(serving: Command) -> Iterator[tuple[dict[str, str], RetryingClients]]:
     """Yield what a server's READY line says, and clients that have had answers already."""
     ready = serving.ready_line()
     watch_log(serving)
-    with Clients(ready) as clients:
+    with clients_of(ready) as clients:
         clients.wait_answered()
         yield ready, clients
 
@@ -144,18 +94,6 @@ def ask_v1(base: str, **body: Any) -> str:
         f"{base}/v1/completions", model="code", prompt=PROMPT, max_tokens=20, temperature=0, **body
     ) as answer:
         return json.loads(answer.read())["choices"][0]["text"]
-
-
-def ask_triton(address: str) -> list[int]:
-    with post(
-        f"http://{address}/v2/models/tensorrt_llm/generate", input_ids=PROMPT, request_output_len=20
-    ) as answer:
-        return json.loads(answer.read())["output_ids"]
-
-
-def post(url: str, **body: Any) -> Any:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    return urllib.request.urlopen(request, timeout=10)
 
 
 def process_of(serving: Command, kind: str) -> psutil.Process:
@@ -194,7 +132,7 @@ def test_clients_that_retry_are_answered_whichever_process_is_lost(
         if not is_killed and kind in ("tritonserver", "tensorrt_llm", "inflight.openai"):
             assert not lost.is_running()
     assert not clients.wrong
-    print(f"{kind}: repeated {clients.num_repeated}, longest {clients.longest_s:.1f} s")
+    clients.report(kind)
     serving.process.terminate()  # a killed one would leave its server behind if the keeper was lost
     assert serving.process.wait(PATIENCE_S) == 0
 
@@ -213,7 +151,7 @@ def test_clients_are_answered_when_the_supervisor_is_stopped_and_lost_processes_
         serving.process.send_signal(signal.SIGCONT)
         clients.wait_answered()
     assert not clients.wrong
-    print(f"supervisor stopped: repeated {clients.num_repeated}, longest {clients.longest_s:.1f} s")
+    clients.report("supervisor stopped")
 
 
 def test_nothing_is_left_of_a_busy_server_whose_supervisor_is_killed(serving: Command) -> None:
@@ -255,14 +193,14 @@ def test_clients_with_guides_are_answered_when_the_process_that_compiles_them_is
     with command(REPOSITORY, "--openai-port", "0", "--served-model-name", "code") as serving:
         ready = serving.ready_line()
         watch_log(serving)
-        with Clients(ready, {"guided": lambda: ask_guided(ready["openai"])}) as clients:
+        with clients_of(ready, {"guided": lambda: ask_guided(ready["openai"])}) as clients:
             clients.wait_answered()
             lost = process_of(serving, "inflight.guided.child")
             lost.send_signal(signal.SIGKILL if is_killed else signal.SIGSTOP)
             clients.wait_answered()
             assert not lost.is_running()
     assert not clients.wrong
-    print(f"guides: repeated {clients.num_repeated}, longest {clients.longest_s:.1f} s")
+    clients.report("guides")
 
 
 # ---------------------------------------------------------------- connections and descriptors
@@ -289,9 +227,13 @@ def test_two_thousand_connections_are_served_and_two_thousand_idle_ones_disturb_
     with contextlib.ExitStack() as stack:
         connections = [stack.enter_context(connect(ready["openai"])) for _ in range(2000)]
         assert ask_v1(ready["openai"]) == expected and ask_triton(ready["http"])
+        begun_s = time.monotonic()
         for each in connections:
             each.sendall(head.encode() + body)
         answers = [read_all(each) for each in connections]
+        print_longest(
+            "2,000 connections, from the first request to the last answer", time.monotonic() - begun_s
+        )
     statuses = {answer.split(b"\r\n")[0] for answer in answers}
     assert statuses == {b"HTTP/1.1 200 OK"}, statuses
     texts = {json.loads(answer.partition(b"\r\n\r\n")[2])["choices"][0]["text"] for answer in answers}
@@ -318,10 +260,11 @@ def test_clients_that_do_not_read_delay_nobody_and_lose_nothing(serving: Command
         expected = texts_of(answer.read())
     with contextlib.ExitStack() as stack:
         answers = [stack.enter_context(post(f"{ready['openai']}/v1/completions", **body)) for _ in range(5)]
-        with Clients(ready) as clients:
+        with clients_of(ready) as clients:
             time.sleep(10)  # all answers are complete, or wait for their readers
             clients.wait_answered()
         assert not clients.wrong and not clients.num_repeated
+        clients.report("clients that do not read")
         assert all(texts_of(answer.read()) == expected for answer in answers)
 
 
@@ -358,7 +301,7 @@ def test_a_process_whose_descriptors_are_used_up_serves_again_afterwards(serving
         clients.wait_answered()
         assert process.is_running()
     assert not clients.wrong
-    print(f"{kind}: repeated {clients.num_repeated}, longest {clients.longest_s:.1f} s")
+    clients.report(kind)
 
 
 # ---------------------------------------------------------------- full file systems
@@ -405,7 +348,7 @@ def test_a_full_dev_shm_fails_requests_only_while_it_is_full(
             filler.unlink()
             clients.wait_answered()
         assert not clients.wrong
-        print(f"/dev/shm: repeated {clients.num_repeated}, longest {clients.longest_s:.1f} s")
+        clients.report("/dev/shm")
 
 
 def test_a_full_disk_of_saved_blocks_fails_no_request(elsewhere: Path, tmp_path: Path) -> None:
@@ -426,12 +369,16 @@ def test_a_full_disk_of_saved_blocks_fails_no_request(elsewhere: Path, tmp_path:
             lines = watch_log(serving)
             url = f"{ready['openai']}/v1/completions"
             answers: list[str] = []
+            longest_s = 0.0
             for _ in range(2):
                 for number in range(30):
+                    begun_s = time.monotonic()
                     with post(
                         url, model="code", prompt=[number + 1] * 200, max_tokens=4, temperature=0
                     ) as answer:
                         answers.append(json.loads(answer.read())["choices"][0]["text"])
+                    longest_s = max(longest_s, time.monotonic() - begun_s)
+            print_longest("disk of saved blocks full", longest_s)
             assert answers[:30] == answers[30:]
             wait_until(lambda: any("KV blocks are not saved any more" in line for line in lines), PATIENCE_S)
         assert shutil.disk_usage(disk).free < 100_000
@@ -468,7 +415,7 @@ def test_a_models_process_that_runs_out_of_memory_is_replaced(serving: Command) 
             assert not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE, "it was not ended"
             clients.wait_answered()
         assert not clients.wrong
-        print(f"memory: repeated {clients.num_repeated}, longest {clients.longest_s:.1f} s")
+        clients.report("memory")
     finally:
         with contextlib.suppress(OSError):
             wait_until(lambda: not (group / "cgroup.procs").read_text(), 10)
@@ -503,6 +450,7 @@ def test_a_server_goes_on_while_its_package_is_replaced(
             ) as answer:
                 assert answer.read().endswith(b"data: [DONE]\n\n")
         assert not clients.wrong and not clients.num_repeated
+        clients.report("package replaced")
         started_now = subprocess.run(
             [sys.executable, "-c", "import inflight.server.launch"], capture_output=True
         )

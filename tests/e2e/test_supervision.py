@@ -24,6 +24,7 @@ from tests.tiers import examples, with_all
 
 from .clients import Stream, ask, infer, unary, wait_until
 from .conftest import DEMO_MODEL, REPOSITORY
+from .retrying_clients import RetryingClients, ask_triton
 
 PATIENCE_S = 60.0
 PROMPT = [3, 1, 4, 1, 5]
@@ -229,8 +230,13 @@ def test_a_server_with_ranks_is_restarted_with_new_ranks(elsewhere, mode, victim
         stream.send("tensorrt_llm", input_ids=PROMPT, request_output_len=4000, end_id=-1, streaming=True)
         stream.receive()
         (mpirun,) = (each.pid for each in old if words_of(each.pid, "cmdline")[0].endswith(b"/prterun"))
-        os.kill(tritonserver if victim == "tritonserver" else mpirun, signal.SIGKILL)
-        assert serving.ready_line() == ready
+        with RetryingClients({"triton": lambda: ask_triton(ready["http"])}) as retrying:
+            retrying.wait_answered()
+            os.kill(tritonserver if victim == "tritonserver" else mpirun, signal.SIGKILL)
+            assert serving.ready_line() == ready
+            retrying.wait_answered()
+        assert not retrying.wrong
+        retrying.report(f"{mode}: {victim} killed")
         stream.client.stop_stream()
         stream.client.close()
         assert not any(process in runtime_directory.find_processes(folder) for process in old)
@@ -249,10 +255,14 @@ def test_a_stopped_mpirun_of_leader_mode_disturbs_no_request_and_no_end(elsewher
         before = unary(ready["grpc"], input_ids=PROMPT, request_output_len=8).as_numpy("output_ids").tolist()
         old = runtime_directory.find_processes(folder)
         (mpirun,) = (each.pid for each in old if words_of(each.pid, "cmdline")[0].endswith(b"/prterun"))
-        os.kill(mpirun, signal.SIGSTOP)
-        for _ in range(3):
-            answer = unary(ready["grpc"], input_ids=PROMPT, request_output_len=8)
-            assert answer.as_numpy("output_ids").tolist() == before
+        with RetryingClients({"triton": lambda: ask_triton(ready["http"])}) as retrying:
+            os.kill(mpirun, signal.SIGSTOP)
+            for _ in range(3):
+                answer = unary(ready["grpc"], input_ids=PROMPT, request_output_len=8)
+                assert answer.as_numpy("output_ids").tolist() == before
+            retrying.wait_answered()
+        assert not retrying.wrong and not retrying.num_repeated
+        retrying.report("leader: mpirun stopped")
         serving.process.terminate()
         assert serving.process.wait(60) == 0
         assert not any(process in runtime_directory.find_processes(folder) for process in old)
