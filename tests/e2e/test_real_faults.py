@@ -1,7 +1,7 @@
 """Faults of the machine under load, on a real server: clients that retry get the answers that they got before.
 
-With the option `-s` of pytest, each test prints the longest time from a request's first attempt to its answer. Tests
-that need rights, for a file system or a control group of their own, are skipped without them.
+With the option `-s` of pytest, each test prints the longest time from a request's first attempt to its answer.
+Tests that need rights, for a file system or a control group of their own, are skipped without them.
 """
 
 from __future__ import annotations
