@@ -13,6 +13,8 @@ from typing import Any
 from .clients import wait_until
 
 PATIENCE_S = 120.0
+TIMEOUT_S = 10.0
+"""After this a client repeats a request."""
 PROMPT = [3, 1, 4, 1, 5]
 
 
@@ -77,13 +79,17 @@ def print_longest(what: str, longest_s: float) -> None:
     print(f"\n{what}, longest {longest_s:.1f} s")
 
 
-def ask_triton(address: str) -> list[int]:
-    with post(
-        f"http://{address}/v2/models/tensorrt_llm/generate", input_ids=PROMPT, request_output_len=20
-    ) as answer:
+def ask_triton(address: str, num_tokens: int = 20, timeout_s: float = TIMEOUT_S) -> list[int]:
+    url = f"http://{address}/v2/models/tensorrt_llm/generate"
+    with post(url, timeout_s, input_ids=PROMPT, request_output_len=num_tokens) as answer:
         return json.loads(answer.read())["output_ids"]
 
 
-def post(url: str, **body: Any) -> Any:
+def ask_ranks(address: str) -> list[int]:
+    """Ask a server with several ranks, whose iterations may take a second on a busy machine."""
+    return ask_triton(address, num_tokens=5, timeout_s=PATIENCE_S)
+
+
+def post(url: str, timeout_s: float = TIMEOUT_S, /, **body: Any) -> Any:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    return urllib.request.urlopen(request, timeout=10)
+    return urllib.request.urlopen(request, timeout=timeout_s)

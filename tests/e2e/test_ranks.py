@@ -24,7 +24,7 @@ from inflight.server.repository import Wanted
 from .clients import CONTROL, CONTROLLED, Answer, Stream, ask, completion, infer, wait_until
 from .conftest import POST_PROCESSORS
 from .rank_processes import Processes, shared_memory
-from .retrying_clients import RetryingClients, ask_triton, print_longest
+from .retrying_clients import RetryingClients, ask_ranks, print_longest
 
 ENGINE = "tensorrt_llm"
 SETTINGS = {
@@ -122,7 +122,7 @@ def tokens(server: TritonServer) -> list[int]:
 
 
 def retrying_client(server: TritonServer) -> RetryingClients:
-    return RetryingClients({"triton": lambda: ask_triton(server.http)})
+    return RetryingClients({"triton": lambda: ask_ranks(server.http)})
 
 
 def unload(server: TritonServer) -> None:

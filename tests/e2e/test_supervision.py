@@ -24,7 +24,7 @@ from tests.tiers import examples, with_all
 
 from .clients import Stream, ask, infer, unary, wait_until
 from .conftest import DEMO_MODEL, REPOSITORY
-from .retrying_clients import RetryingClients, ask_triton
+from .retrying_clients import RetryingClients, ask_ranks
 
 PATIENCE_S = 60.0
 PROMPT = [3, 1, 4, 1, 5]
@@ -230,7 +230,7 @@ def test_a_server_with_ranks_is_restarted_with_new_ranks(elsewhere, mode, victim
         stream.send("tensorrt_llm", input_ids=PROMPT, request_output_len=4000, end_id=-1, streaming=True)
         stream.receive()
         (mpirun,) = (each.pid for each in old if words_of(each.pid, "cmdline")[0].endswith(b"/prterun"))
-        with RetryingClients({"triton": lambda: ask_triton(ready["http"])}) as retrying:
+        with RetryingClients({"triton": lambda: ask_ranks(ready["http"])}) as retrying:
             retrying.wait_answered()
             os.kill(tritonserver if victim == "tritonserver" else mpirun, signal.SIGKILL)
             assert serving.ready_line() == ready
@@ -255,7 +255,7 @@ def test_a_stopped_mpirun_of_leader_mode_disturbs_no_request_and_no_end(elsewher
         before = unary(ready["grpc"], input_ids=PROMPT, request_output_len=8).as_numpy("output_ids").tolist()
         old = runtime_directory.find_processes(folder)
         (mpirun,) = (each.pid for each in old if words_of(each.pid, "cmdline")[0].endswith(b"/prterun"))
-        with RetryingClients({"triton": lambda: ask_triton(ready["http"])}) as retrying:
+        with RetryingClients({"triton": lambda: ask_ranks(ready["http"])}) as retrying:
             os.kill(mpirun, signal.SIGSTOP)
             for _ in range(3):
                 answer = unary(ready["grpc"], input_ids=PROMPT, request_output_len=8)
