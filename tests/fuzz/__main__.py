@@ -9,7 +9,7 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["inflight", "gguf"]):
+with atheris.instrument_imports(include=["inflight", "inflight_client", "gguf"]):
     from tests.fuzz.targets import TARGETS
 
 
