@@ -76,7 +76,7 @@ class RetryingClients:
 
 
 def print_longest(what: str, longest_s: float) -> None:
-    print(f"\n{what}, longest {longest_s:.1f} s")
+    print(f"{what}, longest {longest_s:.1f} s")
 
 
 def ask_triton(address: str, num_tokens: int = 20, timeout_s: float = TIMEOUT_S) -> list[int]:

@@ -24,7 +24,7 @@ from inflight.server.repository import Wanted
 from .clients import CONTROL, CONTROLLED, Answer, Stream, ask, completion, infer, wait_until
 from .conftest import POST_PROCESSORS
 from .rank_processes import Processes, shared_memory
-from .retrying_clients import RetryingClients, ask_ranks, print_longest
+from .retrying_clients import RetryingClients, ask_ranks
 
 ENGINE = "tensorrt_llm"
 SETTINGS = {
@@ -290,12 +290,12 @@ def test_a_lost_stub_ends_the_server(elsewhere, mode, number):
             processes.signal("stub", number)
             begun_s = time.monotonic()
             finals = clients.finals()
-            print_longest(f"stub {mode} {number.name}: until the errors", time.monotonic() - begun_s)
+            print(f"stub {mode} {number.name}: errors after {time.monotonic() - begun_s:.1f} s")
         assert all(answer.error for answer in finals)
         wait_until(processes.have_ended, timeout=PATIENCE_S)
         wait_until(lambda: not shared_memory(server))
         wait_until(lambda: server.returncode is not None)
-        print_longest(f"stub {mode} {number.name}: until the server has ended", time.monotonic() - begun_s)
+        print(f"stub {mode} {number.name}: ended after {time.monotonic() - begun_s:.1f} s")
 
 
 @pytest.mark.exhaustive
