@@ -194,7 +194,7 @@ SITES: dict[str, tuple[type, str, Callable[..., list[Any]]]] = {
     "start": (Running, "start", lambda self, one, num_reused: [one]),
     "selection": (MicroBatchScheduler, "select", lambda self, running, num_in_flight=0: list(running)),
     "context": (BatchBuilder, "_add_chunk", lambda self, one, num_rows: [one]),
-    "blocks": (KvCacheManager, "extend", lambda self, key, num_tokens: [key]),
+    "blocks": (KvCacheManager, "extend", lambda self, key, num_tokens, in_generation=False: [key]),
 }
 """Methods of the core that raise, with the sequences, or their keys, in their arguments."""
 
