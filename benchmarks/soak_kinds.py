@@ -357,7 +357,8 @@ class _V1:
         given = self._upload("\n".join(lines))
         body = {"input_file_id": given, "endpoint": "/v1/completions", "completion_window": "24h"}
         batch = self._ask("v1/batches", **body)
-        while batch["status"] in ("validating", "in_progress", "finalizing"):
+        end_s = time.monotonic() + _TIMEOUT_S
+        while batch["status"] in ("validating", "in_progress", "finalizing") and time.monotonic() < end_s:
             time.sleep(0.3)
             batch = self._ask(f"v1/batches/{batch['id']}")
         assert batch["status"] == "completed" and batch["request_counts"]["completed"] == 3, batch

@@ -35,11 +35,10 @@ from tests.commands import Command, command
 
 from .clients import wait_until
 from .conftest import DEMO_MODEL, REPOSITORY
-from .retrying_clients import PATIENCE_S, RetryingClients, ask_triton, post, print_longest
+from .retrying_clients import PATIENCE_S, PROMPT, RetryingClients, ask_triton, post, print_longest
 
 pytestmark = pytest.mark.exhaustive
 
-PROMPT = [3, 1, 4, 1, 5]
 SETTINGS = {
     "fake_engine": "vocab=3072,step_us=2000",
     "max_sequence_length": "4096",

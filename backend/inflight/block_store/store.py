@@ -322,18 +322,20 @@ class HostBlockStore:
                 wait_s = min(max(wait_s, _MIN_WAIT_S), _MAX_WAIT_S)
             try:
                 save = self._saves.get(timeout=wait_s)
-                if not isinstance(save, _Renewal):
-                    return save
-                self._renew()
-                continue
             except queue.Empty:
-                pass
-            assert self._files is not None, "only files expire"
-            removed = self._files.expire()
-            if removed:
-                with self._lock:
-                    self._dropped += [key for key in removed if key not in self._in_host]
-                    self._has_news = True
+                self._expire()
+                continue
+            if not isinstance(save, _Renewal):
+                return save
+            self._renew()
+
+    def _expire(self) -> None:
+        assert self._files is not None, "only files expire"
+        removed = self._files.expire()
+        if removed:
+            with self._lock:
+                self._dropped += [key for key in removed if key not in self._in_host]
+                self._has_news = True
 
     def _renew(self) -> None:
         assert self._files is not None, "only files have times"

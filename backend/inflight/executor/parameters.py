@@ -55,8 +55,8 @@ def to_parameters(config: ExecutorConfig, model_path: str, base: Parameters | No
             None: parameters' defaults. `parallel_config` decides which process starts several ranks.
 
     Raises:
-        InvalidValue: The configuration names a tensor that does not exist, or has a draft tree that is none.
-        NotSupported: The configuration has drafts of more than MAX_DRAFT_TOKENS tokens.
+        InvalidValue: The configuration names a tensor that does not exist, or its eagle_choices are not a tree.
+        NotSupported: Its eagle_choices have drafts of more than MAX_DRAFT_TOKENS tokens.
     """
     base = base or Parameters()
     policy = _policy(config)

@@ -30,8 +30,8 @@ class DraftTrials:
         self._num_left = 0  # sequences until one tries again
         self._next_pause = 1
 
-    def take(self) -> bool:
-        """Return whether a new sequence tries drafts."""
+    def begin_sequence(self) -> bool:
+        """Count a new sequence, and return whether it tries drafts."""
         self._num_left -= 1
         return self._num_left < 0
 
@@ -98,17 +98,13 @@ class DraftLength:
     def spend(self, cost: float) -> None:
         """Take account of time for drafts, relative to the time in which the sequence gets a token."""
         self._gain -= cost
-        if self._trials is not None and self.is_over:
-            self._trials.lost()
-            self._trials = None
+        self._tell_trials()
 
     def verified(self, num_tokens: int, num_accepted: int) -> None:
         """Take account of a draft of `num_tokens` tokens, of which the first `num_accepted` were accepted."""
         self._num_since = 0
         self._gain += num_accepted
-        if self._trials is not None and self._gain >= _LARGEST_LOSS:
-            self._trials.gained()
-            self._trials = None
+        self._tell_trials()
         self._share += (num_accepted / num_tokens - self._share) * min(1, num_tokens / _REMEMBERED)
         if num_accepted == num_tokens:
             self._length = max(self._length, min(self.most, 2 * num_tokens))
@@ -121,3 +117,12 @@ class DraftLength:
             self._next_pause = min(2 * self._next_pause, _LONGEST_PAUSE)
         if num_accepted:
             self._next_pause = _FIRST_PAUSE
+
+    def _tell_trials(self) -> None:
+        if self._trials is None or abs(self._gain) < _LARGEST_LOSS:
+            return
+        if self.is_over:
+            self._trials.lost()
+        else:
+            self._trials.gained()
+        self._trials = None

@@ -79,7 +79,7 @@ class Drafters:
             return None
         method = Speculation.PROMPT_LOOKUP if self._speculation is None else self._speculation.method
         if self._speculation is not None and self._speculation.has_head:
-            return HeadDrafts(most, self._trials) if self._trials.take() else None
+            return HeadDrafts(most, self._trials) if self._trials.begin_sequence() else None
         if method == Speculation.PROMPT_LOOKUP:
             return PromptLookup(tokens, most)
         has_salt = request.identity.cache_salt_id != 0

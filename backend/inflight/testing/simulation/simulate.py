@@ -61,6 +61,13 @@ def _scenario(seed: int, drawn: str, device: str, model: str) -> Scenario:
     return MODELS[model](DEVICES[device](DRAWS[drawn](seed)))
 
 
+def _shrink(name: str, seed: int, error: Exception) -> str:
+    """Return what the failing scenario of this name needs in order to fail."""
+    if name in _SERVERS:
+        return _server(name).fewest_faults(seed)
+    return fewest_requests(_scenario(seed, *name.split(", ")), error)
+
+
 def fewest_requests(scenario: Scenario, error: Exception) -> str:
     """Return the requests that a failing scenario needs: without any one of them the error does not occur."""
     needed = list(scenario.requests)
@@ -128,12 +135,7 @@ class Search:
                     traceback.print_exc()
                 if self.num_failed <= _MAX_SHOWN:
                     _say(f"seed {seed} failed ({name}): {type(error).__name__}: {error}")
-                    if name in _SERVERS:
-                        _say(f"seed {seed} fails {_server(name).fewest_faults(seed)}")
-                    else:
-                        _say(
-                            f"seed {seed} fails {fewest_requests(_scenario(seed, *name.split(', ')), error)}"
-                        )
+                    _say(f"seed {seed} fails {_shrink(name, seed, error)}")
                 if self._debugs:
                     # A simulated thread's own error is the cause of the machine's.
                     pdb.post_mortem((error.__cause__ or error).__traceback__)
