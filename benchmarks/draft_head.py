@@ -2,7 +2,8 @@
 
 Runs in this process, without a server: for each number of streams, equally many requests at once through scheduler
 and engine, without drafts, with drafts by the head, and with drafts by a wrong EAGLE-3 head, whose output
-projection is negated. The last one shows what useless drafts cost. The generated tokens are compared; in float32,
+projection is negated. The last one shows what useless drafts cost. A scheduler is used for all rounds, as in a
+server, so a useless head is tried in fewer and fewer of them. The generated tokens are compared; in float32,
 a difference is an error. `scripts/train_draft_head` trains a head for the demo model. Without --draft-model, the
 checkpoint's own head drafts (MTP); one with random weights is never right.
 """
@@ -48,10 +49,9 @@ class StreamsRun(DraftedRun):
     seconds: float
 
 
-def run(engine: ModelEngine, requests: Sequence[Request], speculation: Speculation | None) -> StreamsRun:
-    """Generate all requests at once on the engine, without reuse of KV blocks."""
-    config = SchedulingConfig(enable_kv_cache_reuse=False, speculative_decoding_mode=speculation)
-    scheduler, num_iterations = Scheduler(config, engine.limits), 0
+def run(engine: ModelEngine, requests: Sequence[Request], scheduler: Scheduler) -> StreamsRun:
+    """Generate all requests at once on the engine."""
+    num_iterations = 0
     begin = time.perf_counter()
     responses = scheduler.accept(IterationInput(0, 0, tuple(requests)))
     while (batch := scheduler.schedule()) is not None:
@@ -82,13 +82,22 @@ def measure(
     engines: dict[str, ModelEngine], requests: Sequence[Request], drafts: Speculation, rounds: int
 ) -> list[dict]:
     """Return a row for each engine with medians over `rounds`; the engines take turns."""
-    modes = {name: drafts if name.endswith("head") else None for name in engines}
+    schedulers = {
+        name: Scheduler(
+            SchedulingConfig(
+                enable_kv_cache_reuse=False,
+                speculative_decoding_mode=drafts if name.endswith("head") else None,
+            ),
+            engine.limits,
+        )
+        for name, engine in engines.items()
+    }
     runs = {name: list[StreamsRun]() for name in engines}
     for name, engine in engines.items():
-        run(engine, requests, modes[name])  # warms up
+        run(engine, requests, schedulers[name])  # warms up
     for _ in range(rounds):
         for name, engine in engines.items():
-            runs[name].append(run(engine, requests, modes[name]))
+            runs[name].append(run(engine, requests, schedulers[name]))
     speeds = {
         name: statistics.median(
             sum(result.num_output_tokens[0] for result in each.results) / each.seconds for each in measured
