@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import operator
 import shutil
 import statistics
 import tempfile
@@ -81,7 +82,11 @@ def wrong_head(folder: str) -> Iterator[str]:
 def measure(
     engines: dict[str, ModelEngine], requests: Sequence[Request], drafts: Speculation, rounds: int
 ) -> list[dict]:
-    """Return a row for each engine with medians over `rounds`; the engines take turns."""
+    """Return a row for each engine with medians over `rounds`; the engines take turns.
+
+    `to_plain` has the quartiles of the speed divided by that of the plain engine in the same round. Ratios are taken
+    within a round, because the speed of a shared machine changes between rounds.
+    """
     schedulers = {
         name: Scheduler(
             SchedulingConfig(
@@ -99,9 +104,9 @@ def measure(
         for name, engine in engines.items():
             runs[name].append(run(engine, requests, schedulers[name]))
     speeds = {
-        name: statistics.median(
+        name: [
             sum(result.num_output_tokens[0] for result in each.results) / each.seconds for each in measured
-        )
+        ]
         for name, measured in runs.items()
     }
     rows = []
@@ -113,12 +118,17 @@ def measure(
             {
                 "streams": len(requests),
                 "method": name,
-                "tokens_per_s": round(speeds[name]),
-                "to_plain": round(speeds[name] / speeds["plain"], 3),
+                "tokens_per_s": round(statistics.median(speeds[name])),
+                "to_plain": [round(quartile, 3) for quartile in _quartiles(speeds[name], speeds["plain"])],
             }
             | first.row(runs["plain"][0])
         )
     return rows
+
+
+def _quartiles(speeds: Sequence[float], plain: Sequence[float]) -> list[float]:
+    ratios = list(map(operator.truediv, speeds, plain))
+    return statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
 
 
 def _read_arguments() -> argparse.Namespace:
