@@ -149,21 +149,21 @@ GAUGES: tuple[GaugeFamily, ...] = (
         "Numbers of requests and sequences, by state",
         "request_type",
         (
-            Gauge("active", "Active Request Count", "requests", "accepted, but without a final response yet"),
-            Gauge("max", "Max Request Count", "requests", "maximum number that can run at a time"),
+            Gauge("active", "Active Request Count", "requests", "accepted requests without a final response"),
+            Gauge("max", "Max Request Count", "requests", "limit on the number of running requests"),
             Gauge(
                 "scheduled",
                 "Scheduled Requests",
                 "sequences",
-                "that were in the last iteration or static batch",
+                "sequences in the last iteration or static batch",
             ),
             Gauge(
                 "context",
                 "Context Requests",
                 "sequences",
-                "whose prompts were computed in the last iteration",
+                "sequences with prompt tokens that were computed in the last iteration",
             ),
-            Gauge("waiting", "Waiting Requests", "sequences", "that wait or are paused"),
+            Gauge("waiting", "Waiting Requests", "sequences", "sequences that wait or are paused"),
         ),
     ),
     GaugeFamily(
@@ -186,11 +186,11 @@ GAUGES: tuple[GaugeFamily, ...] = (
                 "free",
                 "Free KV cache blocks",
                 "blocks",
-                "not held by a running request, including cached blocks",
+                "blocks that no running request holds, including cached blocks",
             ),
-            Gauge("used", "Used KV cache blocks", "blocks", "held by running requests"),
+            Gauge("used", "Used KV cache blocks", "blocks", "blocks that running requests hold"),
             Gauge("tokens_per", "Tokens per KV cache block", "tokens", "capacity of a block"),
-            Gauge("reused", "Reused KV cache blocks", "blocks", "found in the cache since the start"),
+            Gauge("reused", "Reused KV cache blocks", "blocks", "blocks found in the cache since the start"),
             Gauge("fraction", "Fraction used KV cache blocks", "0 to 1", "used blocks divided by all blocks"),
         ),
     ),
@@ -201,14 +201,17 @@ GAUGES: tuple[GaugeFamily, ...] = (
         (
             Gauge("total_context_tokens", "Total Context Tokens", "tokens", "prompt tokens in the iteration"),
             Gauge(
-                "generation_requests", "Generation Requests", "sequences", "that generated in the iteration"
+                "generation_requests",
+                "Generation Requests",
+                "sequences",
+                "sequences that generated in the iteration",
             ),
             Gauge("micro_batch_id", "MicroBatch ID", "", "index of the batch among the batches in flight"),
             Gauge(
                 "paused_requests",
                 "Paused Requests",
                 "sequences",
-                "that were paused in the iteration, and lost their KV blocks",
+                "sequences that were paused in the iteration and lost their KV blocks",
             ),
         ),
         Batching.INFLIGHT,
@@ -267,25 +270,25 @@ LENGTHS: tuple[LengthFamily, ...] = (
 HISTOGRAMS: tuple[HistogramFamily, ...] = (
     HistogramFamily(
         "inflight_time_to_first_token_seconds",
-        "From a request's arrival to its first token",
+        "Time from a request's arrival to its first token",
         "seconds",
         "time_to_first_token",
     ),
     HistogramFamily(
         "inflight_inter_token_latency_seconds",
-        "Between two successive iterations that generated tokens of the same sequence",
+        "Time between two successive iterations that generated tokens of the same sequence",
         "seconds",
         "inter_token_latency",
     ),
     HistogramFamily(
         "inflight_queue_time_seconds",
-        "From a request's arrival to its first iteration",
+        "Time from a request's arrival to its first iteration",
         "seconds",
         "queue_time",
     ),
     HistogramFamily(
         "inflight_end_to_end_seconds",
-        "From a request's arrival to its final response; not for requests that end with an error",
+        "Time from a request's arrival to its final response. Requests that end with an error are not counted",
         "seconds",
         "end_to_end",
     ),
@@ -297,19 +300,19 @@ HISTOGRAMS: tuple[HistogramFamily, ...] = (
     ),
     HistogramFamily(
         "inflight_output_tokens",
-        "Generated tokens of sequences that have ended; for a beam search, the number of its steps",
+        "Generated tokens of sequences that have ended. A beam search counts the number of its steps",
         "tokens",
         "output_tokens",
     ),
     HistogramFamily(
         "inflight_cancel_to_free_seconds",
-        "From a stop or a cancellation until the request's slots and KV blocks were free",
+        "Time from a stop or a cancellation until the request's slots and KV blocks were free",
         "seconds",
         "cancel_to_free",
     ),
     HistogramFamily(
         "inflight_guide_wait_seconds",
-        "From a request's arrival until its guide (structured output) was compiled",
+        "Time from a request's arrival until its guide (structured output) was compiled",
         "seconds",
         "guide_wait",
     ),
@@ -330,7 +333,7 @@ TRANSFERS = {"kv_cache_transfer_ms": "KV cache transfer time", "request_count": 
 COUNTERS: tuple[CounterFamily, ...] = (
     CounterFamily(
         "nv_trt_llm_disaggregated_serving_metrics",
-        "Disaggregated serving; always 0, because one server computes context and generation",
+        "Disaggregated serving. The values are always 0, because one server computes context and generation",
         "ms, requests",
         lambda metrics: {},
         "disaggregated_serving_type",
@@ -346,7 +349,7 @@ COUNTERS: tuple[CounterFamily, ...] = (
     ),
     CounterFamily(
         "inflight_failed_requests_total",
-        "Requests that the batcher refused or that ended with an error, by Triton's error code",
+        "Requests that the batcher refused and requests that ended with an error, by Triton's error code",
         "requests",
         lambda metrics: metrics.failed,
         "code",
@@ -354,7 +357,7 @@ COUNTERS: tuple[CounterFamily, ...] = (
     ),
     CounterFamily(
         "inflight_preemptions_total",
-        "Pauses: a sequence gave up its KV blocks for others and computed them again later",
+        "How often a sequence gave up its KV blocks for other sequences and computed them again later",
         "pauses",
         lambda metrics: {"": metrics.num_preemptions},
     ),
@@ -372,8 +375,9 @@ COUNTERS: tuple[CounterFamily, ...] = (
     ),
     CounterFamily(
         "inflight_saved_kv_blocks_total",
-        "KV blocks that were saved in host memory or files, loaded from there, or computed again (unread) because "
-        "they were lost or computing them was faster",
+        "KV blocks that were saved in host memory or files (saved), that were loaded from there (loaded), or that "
+        "were computed again instead (unread). Blocks are computed again if the saved blocks were lost, or if "
+        "computing is faster",
         "blocks",
         lambda metrics: {
             "saved": metrics.num_saved_blocks,
@@ -385,7 +389,7 @@ COUNTERS: tuple[CounterFamily, ...] = (
     ),
     CounterFamily(
         "inflight_kv_cache_offload_blocks_total",
-        "Saved KV blocks that were written to host memory, and to files",
+        "Saved KV blocks that were written to host memory (host), and to files (disk)",
         "blocks",
         _by_medium(lambda tier: tier.num_saved),
         "medium",
@@ -393,7 +397,7 @@ COUNTERS: tuple[CounterFamily, ...] = (
     ),
     CounterFamily(
         "inflight_kv_cache_offload_bytes_total",
-        "Bytes of saved KV blocks that were written to host memory, and to files",
+        "Bytes of saved KV blocks that were written to host memory (host), and to files (disk)",
         "bytes",
         _by_medium(lambda tier: tier.saved_bytes),
         "medium",
@@ -401,7 +405,7 @@ COUNTERS: tuple[CounterFamily, ...] = (
     ),
     CounterFamily(
         "inflight_kv_cache_onboard_blocks_total",
-        "Saved KV blocks that were loaded into the KV cache from host memory, and from files",
+        "Saved KV blocks that were loaded into the KV cache from host memory (host), and from files (disk)",
         "blocks",
         _by_medium(lambda tier: tier.num_loaded),
         "medium",
@@ -409,7 +413,8 @@ COUNTERS: tuple[CounterFamily, ...] = (
     ),
     CounterFamily(
         "inflight_kv_cache_onboard_bytes_total",
-        "Bytes of saved KV blocks that were loaded into the KV cache from host memory, and from files",
+        "Bytes of saved KV blocks that were loaded into the KV cache from host memory (host), and from "
+        "files (disk)",
         "bytes",
         _by_medium(lambda tier: tier.loaded_bytes),
         "medium",
@@ -417,8 +422,9 @@ COUNTERS: tuple[CounterFamily, ...] = (
     ),
     CounterFamily(
         "inflight_kv_cache_dropped_blocks_total",
-        "Saved KV blocks that were removed from host memory, and from files: to make room, because of their age, "
-        "because they could not be read or must not be loaded again, or because they were saved again",
+        "Saved KV blocks that were removed from host memory (host), and from files (disk). A block is removed to "
+        "make room, or because of its age. A block is also removed if it cannot be read, must not be loaded "
+        "again, or was saved again",
         "blocks",
         _by_medium(lambda tier: tier.num_dropped),
         "medium",
@@ -426,13 +432,13 @@ COUNTERS: tuple[CounterFamily, ...] = (
     ),
     CounterFamily(
         "inflight_processed_prompt_tokens_total",
-        "Prompt tokens of requests that have got their first token, found in the KV cache or computed",
+        "Prompt tokens of requests that have got their first token, including tokens found in the KV cache",
         "tokens",
         lambda metrics: {"": metrics.num_prompt_tokens},
     ),
     CounterFamily(
         "inflight_generated_tokens_total",
-        "Generated tokens, counted in every iteration; a beam search counts one for each beam and step",
+        "Generated tokens, counted in every iteration. A beam search counts one token for each beam and step",
         "tokens",
         lambda metrics: {"": metrics.num_generated_tokens},
     ),
@@ -473,7 +479,7 @@ COUNTERS: tuple[CounterFamily, ...] = (
 LEVELS: tuple[LevelFamily, ...] = (
     LevelFamily(
         "inflight_kv_cache_tier_blocks",
-        "Saved KV blocks in host memory, and in files",
+        "Saved KV blocks, in host memory (host) and in files (disk)",
         "blocks",
         _by_medium(lambda tier: tier.num_blocks),
         "medium",
@@ -481,7 +487,7 @@ LEVELS: tuple[LevelFamily, ...] = (
     ),
     LevelFamily(
         "inflight_kv_cache_tier_bytes",
-        "Bytes of saved KV blocks in host memory, and in files",
+        "Bytes of saved KV blocks, in host memory (host) and in files (disk)",
         "bytes",
         _by_medium(lambda tier: tier.num_bytes),
         "medium",
@@ -489,7 +495,8 @@ LEVELS: tuple[LevelFamily, ...] = (
     ),
     LevelFamily(
         "inflight_kv_cache_tier_max_bytes",
-        "Maximum size of saved KV blocks in host memory, and in files; 0: none are kept there",
+        "Maximum size of saved KV blocks, in host memory (host) and in files (disk). 0 means that no blocks are "
+        "saved there",
         "bytes",
         _by_medium(lambda tier: tier.max_bytes),
         "medium",
@@ -497,7 +504,7 @@ LEVELS: tuple[LevelFamily, ...] = (
     ),
     LevelFamily(
         "inflight_adapters",
-        "LoRA adapters that requests may use, and how many of them are on the device",
+        "LoRA adapters that requests may use (stored), and adapters that are on the device (on_device)",
         "adapters",
         lambda metrics: {"stored": metrics.adapters.num_stored, "on_device": metrics.adapters.num_resident},
         "place",
@@ -505,7 +512,7 @@ LEVELS: tuple[LevelFamily, ...] = (
     ),
     LevelFamily(
         "inflight_adapter_pages",
-        "Pages of device memory for adapters: all, and those used by running sequences",
+        "Pages of device memory for adapters (all), and pages that running sequences use (used)",
         "pages",
         lambda metrics: {"all": metrics.adapters.num_pages, "used": metrics.adapters.num_used_pages},
         "use",
@@ -548,7 +555,7 @@ PICTURE_FAMILIES: tuple[PictureFamily, ...] = (
     ),
     PictureFamily(
         "inflight_picture_encoding_seconds_total",
-        "Time spent to encode pictures, from their files to their rows of embeddings",
+        "Time spent to turn the files of pictures into rows of embeddings",
         "seconds",
         "counter",
         lambda stats: {"": stats.milliseconds / 1000},

@@ -100,7 +100,7 @@ def metric_tables() -> str:
         "",
         *_gauges(),
         "",
-        "Further gauges, which are not in the log line:",
+        "The following gauges are not in the log line:",
         "",
         *_counters(LEVELS),
         "",
@@ -111,7 +111,8 @@ def metric_tables() -> str:
     parts += [
         "## Pictures",
         "",
-        f'Servers that encode [pictures](pictures.md) also have these, with the label `model="{PICTURES_MODEL}"`:',
+        "Servers that encode [pictures](pictures.md) have additional metrics, with the label "
+        f'`model="{PICTURES_MODEL}"`:',
         "",
         *_counters(PICTURE_FAMILIES),
     ]
@@ -122,7 +123,7 @@ def _gauges() -> Iterator[str]:
     yield "| metric | unit | meaning | in the log line |"
     yield "|---|---|---|---|"
     for family in GAUGES:
-        only = f"; only with {family.batching.value}" if family.batching else ""
+        only = f" (only with {family.batching.value})" if family.batching else ""
         yield f"| **`{family.name}`** | | {family.help}{only} | |"
         for gauge in family.gauges:
             label = f'`{family.label}="{gauge.value}"`'
