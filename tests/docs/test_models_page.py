@@ -54,7 +54,7 @@ def test_the_page_lists_the_multimodal_classes() -> None:
 
 def test_the_page_lists_the_other_parts_of_multimodal_models() -> None:
     page = (_ROOT / "docs" / "models.md").read_text()
-    listed = re.search(r"tensors\s+of the other parts \((.+?)\)", page, re.DOTALL)
+    listed = re.search(r"tensors\s+of\s+the\s+other\s+parts\s+\((.+?)\)", page, re.DOTALL)
     assert listed is not None
     assert re.findall(r"`(\w+)`", listed[1]) == [name.removesuffix(".") for name in OTHER_PARTS]
 

@@ -59,8 +59,10 @@ def text_family(model: dict[str, str]) -> str | None:
 def code_of(model: dict[str, str]) -> str:
     """Return what runs a model on a CPU, by the table of families."""
     architecture, text = model["architecture"], text_family(model)
-    if needed := model.get("lacking") or LACKING.get(architecture):
-        return f"not served: {needed}"
+    if reason := model.get("lacking"):
+        return f"not served: {reason}"
+    if needed := LACKING.get(architecture):
+        return f"not served: it needs {needed}"
     family = text or OF_FAMILIES.get(architecture)
     if family is None:
         return "transformers' code"

@@ -12,7 +12,7 @@ from inflight.checkpoint_config import GEMMA4_HEADS, CheckpointFacts, ConfigFile
 from inflight.errors import ConfigError
 
 _INDEXER = "sparse attention by an indexer"
-_STREAMS = f"{_INDEXER} and hyper-connections"
+_STREAMS = f"hyper-connections, and {_INDEXER}"
 _BLOCKS = "block-sparse attention by an indexer"
 _MAMBA1 = "Mamba-1 layers"
 _RELATIVE = "learned scores of relative positions"
@@ -47,7 +47,7 @@ UNSERVED: Mapping[str, str] = {
     "jamba": _MAMBA1,
     "longcat_flash": "two attentions in a layer, and experts that return their input",
     "mamba": _MAMBA1,
-    "mimo_v2_flash": "values and keys of different widths, together with sinks",
+    "mimo_v2_flash": "attention with sinks, and with keys and values of different widths",
     "minimax_m3_vl": _BLOCKS,
     "minimax_m3_vl_text": _BLOCKS,
     "mistral_large4": _INDEXER,

@@ -247,7 +247,7 @@ def test_the_processors_flags_choose_the_amx_target(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(library, "_processor_flags", lambda: AVX512 | AMX)
     assert (find_target("bfloat16").name, find_target("bfloat16", True).name) == ("amx", "amx")
     assert find_target("float32").name == library.describe_target("float32") == "avx512"
-    assert library.describe_target("bfloat16") == "amx, never executed on hardware by its authors"
+    assert library.describe_target("bfloat16") == "amx, not yet run on hardware by this project"
     monkeypatch.setattr(library, "_processor_flags", lambda: (AVX512 | AMX) - {"amx_int8"})
     assert find_target("bfloat16", True).name == library.describe_target("bfloat16", True) == "avx512"
     monkeypatch.setattr(library, "_processor_flags", lambda: AVX512 | AMX)

@@ -126,7 +126,7 @@ _OF_MACHINES = {
             {"avx512_bf16": "-mavx512bf16", "amx_bf16": "-mamx-bf16"},
             {"avx512_vnni": "-mavx512vnni", "amx_int8": "-mamx-int8"},
             frozenset({"bfloat16"}),
-            "never executed on hardware by its authors",
+            "not yet run on hardware by this project",
         ),
         Target(
             "avx512",
