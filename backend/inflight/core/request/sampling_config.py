@@ -103,7 +103,10 @@ class SamplingConfig:
         example=0.5,
         text_names=("temperature", "sampling_param_temperature"),
         body=BodyField(
-            1.0, {"ge": 0}, of_openai=True, meaning="divides the logits; 0 takes the likeliest token"
+            1.0,
+            {"ge": 0},
+            of_openai=True,
+            meaning="the logits are divided by this number. With 0, the likeliest token is always taken",
         ),
         executor=ExecutorField(_at_least(0), "1 by default; 0 makes decoding greedy"),
         on_command_line=True,
@@ -118,7 +121,12 @@ class SamplingConfig:
         "keep tokens whose logit is at most top_n_sigma standard deviations below the highest; 0: all",
         example=1.5,
         draws=True,
-        body=BodyField(0.0, {"ge": 0}),
+        body=BodyField(
+            0.0,
+            {"ge": 0},
+            meaning="tokens are kept if their logit is at most this many standard deviations below the highest "
+            "logit. With 0, all tokens are kept",
+        ),
         on_command_line=True,
         setting=Setting(
             _CHOICE,
@@ -135,7 +143,9 @@ class SamplingConfig:
         draws=True,
         text_names=("top_k", "sampling_param_top_k"),
         body=BodyField(
-            0, {"ge": -1, "le": MAX_INT32}, meaning="keep the top_k likeliest tokens; 0 and −1: all"
+            0,
+            {"ge": -1, "le": MAX_INT32},
+            meaning="number of likeliest tokens that are kept. With 0 or −1, all tokens are kept",
         ),
         executor=ExecutorField(
             _at_least(0),
@@ -158,7 +168,8 @@ class SamplingConfig:
             1.0,
             {"ge": 0, "le": 1},
             of_openai=True,
-            meaning="keep the smallest set of likeliest tokens that has probability top_p",
+            meaning="the likeliest tokens are kept, in order, until their total probability reaches this number. "
+            "The other tokens are left out",
         ),
         executor=ExecutorField(_POSITIVE_SHARE, "unset by default"),
         on_command_line=True,
@@ -204,7 +215,12 @@ class SamplingConfig:
         "keep tokens of at least min_p times the largest probability; 0: all",
         example=0.0625,
         draws=True,
-        body=BodyField(0.0, {"ge": 0, "le": 1}),
+        body=BodyField(
+            0.0,
+            {"ge": 0, "le": 1},
+            meaning="tokens are kept if their probability is at least this number times the largest probability. "
+            "With 0, all tokens are kept",
+        ),
         executor=ExecutorField(_SHARE, "0 by default"),
         on_command_line=True,
         setting=Setting(
@@ -267,7 +283,13 @@ class SamplingConfig:
         "divides positive and multiplies negative logits of tokens seen, prompt included; 1: none",
         example=1.125,
         looks_back=True,
-        body=BodyField(1.0, {"gt": 0}),
+        body=BodyField(
+            1.0,
+            {"gt": 0},
+            meaning="a number above 1 makes tokens less likely if the prompt or the answer already has them. "
+            "A positive logit of such a token is divided by the number, and a negative logit is multiplied by it. "
+            "1 has no effect",
+        ),
         executor=ExecutorField(_POSITIVE, "1 by default; the penalty also applies to tokens of the prompt"),
         on_command_line=True,
         setting=Setting(
@@ -282,7 +304,11 @@ class SamplingConfig:
         example=0.5,
         looks_back=True,
         text_names=("presence_penalty", "sampling_param_presence_penalty"),
-        body=BodyField(of_openai=True),
+        body=BodyField(
+            of_openai=True,
+            meaning="this number is subtracted once from the logit of each token that the prompt or the answer "
+            "already has",
+        ),
         executor=ExecutorField(_ANY, "0 by default; the penalty also applies to tokens of the prompt"),
         on_command_line=True,
         setting=Setting(
@@ -298,7 +324,11 @@ class SamplingConfig:
         example=0.5,
         looks_back=True,
         text_names=("frequency_penalty", "sampling_param_frequency_penalty"),
-        body=BodyField(of_openai=True),
+        body=BodyField(
+            of_openai=True,
+            meaning="this number is subtracted from a token's logit for each occurrence of the token in the "
+            "prompt and in the answer so far",
+        ),
         executor=ExecutorField(_ANY, "0 by default; the penalty also applies to tokens of the prompt"),
         on_command_line=True,
         setting=Setting(
@@ -317,8 +347,8 @@ class SamplingConfig:
         body=BodyField(
             0,
             {"ge": 0, "le": MAX_INT32},
-            meaning="minimum number of tokens: end ids are banned until then, and a stop string that is complete "
-            "by then does not end the output; this applies to every beam",
+            meaning="minimum number of tokens. Before this number is reached, end ids are banned, and a complete "
+            "stop string does not end the output. The minimum applies to every beam",
             name="min_tokens",
         ),
         executor=ExecutorField(_at_least(0), "1 by default", name="min_tokens", aliases=("min_length",)),
@@ -335,7 +365,12 @@ class SamplingConfig:
         is_off=lambda size: size >= NO_REPEAT_OFF,
         looks_back=True,
         bans=True,
-        body=BodyField(0, {"ge": 0, "le": MAX_INT32}),
+        body=BodyField(
+            0,
+            {"ge": 0, "le": MAX_INT32},
+            meaning="length n of n-grams. The model may not repeat an n-gram that the prompt or the answer "
+            "already has. With 0 or 2**30, n-grams may be repeated",
+        ),
         executor=ExecutorField(_at_least(0), "off by default; 0 and 1 << 30 mean off"),
         on_command_line=True,
     )
@@ -347,7 +382,11 @@ class SamplingConfig:
         tensor="len_penalty",
         example=0.5,
         text_names=("length_penalty",),
-        body=BodyField(1.0, {"ge": 0}, meaning="exponent of a beam's length"),
+        body=BodyField(
+            1.0,
+            {"ge": 0},
+            meaning="a beam's score is its log probability divided by its length to this power",
+        ),
         executor=ExecutorField(_at_least(0), "0 by default"),
         client_aliases=("len_penalty",),
         on_command_line=True,
