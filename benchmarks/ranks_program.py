@@ -61,7 +61,7 @@ class _Rank:
         stage = load_stage(_config(work, self.world.size), mapping, collectives, self._least)
         hidden = torch.empty(stage.decoder_config.hidden_size, dtype=getattr(torch, stage.dtype))
         hidden_link, outcomes = make_stage_link(mapping, link, hidden), MpiOutcomes(mapping.sampler)
-        self._engine: Engine = RankEngine(stage, mapping, hidden_link, outcomes, stage_ranks)
+        self._engine: Engine = RankEngine(stage, mapping, hidden_link, link, outcomes, stage_ranks)
         if self._is_alone:
             assert isinstance(stage, ModelEngine), "a single rank samples tokens"
             self._engine = stage

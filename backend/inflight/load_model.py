@@ -366,9 +366,15 @@ def _load_part(
         grammars = make_grammars(stage.limits.vocab_size) if mapping.rank == 0 else None
     dtype: torch.dtype = getattr(torch, stage.dtype)
     hidden = torch.empty(stage.decoder_config.stage_width, dtype=dtype, device=device)
-    link = make_stage_link(mapping, MpiStageLink(mapping), hidden)
+    mpi_link = MpiStageLink(mapping)
     engine = RankEngine(
-        stage, mapping, link, MpiOutcomes(mapping.sampler), stage_ranks, rank_context.report_failure
+        stage,
+        mapping,
+        make_stage_link(mapping, mpi_link, hidden),
+        mpi_link,
+        MpiOutcomes(mapping.sampler),
+        stage_ranks,
+        rank_context.report_failure,
     )
     runner = stage.runner if isinstance(stage, ModelEngine) else stage
     return LoadedModel(

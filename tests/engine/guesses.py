@@ -19,6 +19,7 @@ from inflight.engine.kv_cache import KvCache
 from tests.engine.kernels import needs_native
 from tests.engine.lora import make_adapter, stored
 from tests.engine.serving import Served, config_of, load, serve
+from tests.engine.thread_ranks import ThreadRanks
 from tests.models.zoo import ZooModel
 
 METRICS = OutputOptions(return_perf_metrics=True)
@@ -43,16 +44,21 @@ class Guesses:
         head = self.engine.runner._draft_head
         guess = head.guess
 
-        def listen(batch: ScheduledBatch, *arguments: Any) -> ScheduledBatch:
-            self.owners |= {start.slot: start.request.request_id for start in batch.starts}
-            guessed = guess(batch, *arguments)
-            for chunk in guessed.context:
+        def listen(batch: ScheduledBatch, *arguments: Any) -> list[int]:
+            tokens = guess(batch, *arguments)
+            for chunk in batch.with_guesses(tokens).context:
                 if count := chunk.num_draft_tokens:
                     known = chunk.start + len(chunk.token_ids) - count
                     self.found.append((self.owners[chunk.slot], known, chunk.token_ids[-count:]))
-            return guessed
+            return tokens
+
+        def run_listening(batch: ScheduledBatch, messages: Any) -> Any:
+            self.owners |= {start.slot: start.request.request_id for start in batch.starts}
+            return run(batch, messages)
 
         head.guess = listen
+        runner, run = self.engine.runner, self.engine.runner.run
+        runner.run = run_listening
 
 
 def make_requests(model: ZooModel, count: int = 6) -> list[Request]:
@@ -142,6 +148,26 @@ def check_results_of_all_kinds(
             for of_found, of_expected in zip(found.log_probs or (), expected.log_probs or (), strict=True):
                 assert of_found == pytest.approx(of_expected, abs=1e-4)
         assert served.result(0).perf_metrics.num_accepted_draft_tokens > 3
+
+
+def check_that_ranks_guess_the_same(
+    many: ThreadRanks, one: ModelEngine, plain: Served, config: SchedulingConfig, requests: list[Request]
+) -> None:
+    """Check that several ranks have the tokens of `plain`, and the drafts of one rank.
+
+    Drafts are compared for requests one after the other, because pipeline stages divide requests among batches.
+    """
+    together = serve(many, config, requests)
+    accepted = 0
+    for request in requests:
+        assert together.tokens(request) == plain.tokens(request)
+        found, expected = (serve(engine, config, [request]) for engine in (many, one))
+        assert found.tokens(request) == expected.tokens(request) == plain.tokens(request)
+        metrics = [served.result(request).perf_metrics for served in (found, expected)]
+        assert metrics[0].num_draft_tokens == metrics[1].num_draft_tokens
+        assert metrics[0].num_accepted_draft_tokens == metrics[1].num_accepted_draft_tokens
+        accepted += metrics[0].num_accepted_draft_tokens
+    assert accepted > 5
 
 
 def check_that_a_wrong_head_is_left_alone(

@@ -23,11 +23,12 @@ from tests.engine.guesses import (
     Guesses,
     check_results_of_all_kinds,
     check_that_a_wrong_head_is_left_alone,
+    check_that_ranks_guess_the_same,
     fill_with_garbage,
     make_requests,
 )
 from tests.engine.kernels import needs_native
-from tests.engine.ranks import ranks
+from tests.engine.ranks import TOPOLOGIES, ranks
 from tests.engine.serving import config_of, load, serve
 from tests.models.draft_heads import DraftingModel, make_drafting_model
 from tests.models.quantized import awq, write
@@ -154,24 +155,15 @@ def test_a_quantized_checkpoint_drafts_with_its_levels(models: Any, tmp_path: Pa
     assert sum(served.result(each).perf_metrics.num_accepted_draft_tokens for each in requests) > 10
 
 
+@pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("case", with_all(CASES, ("qwen3-next",)))
-def test_two_tensor_parallel_ranks_guess_the_same_tokens(models: Any, case: str) -> None:
+def test_ranks_guess_the_same_tokens(models: Any, case: str, topology: str) -> None:
     model = models(case, agrees=True)
     requests = make_requests(model, 4)
     plain = serve(load(model.folder, 80, kernels="torch"), config_of("no-evict"), requests)
-    one = serve(load(model.folder, 80, has_draft_head=True), with_head("no-evict", 2), requests)
-    with ranks(model.folder, (2, 1), 80, has_draft_head=True) as engine:
-        two = serve(engine, with_head("no-evict", 2), requests)
-    for request in requests:
-        assert two.tokens(request) == one.tokens(request) == plain.tokens(request)
-        assert two.result(request).perf_metrics.num_draft_tokens == (
-            one.result(request).perf_metrics.num_draft_tokens
-        )
-    right = [
-        sum(served.result(request).perf_metrics.num_accepted_draft_tokens for request in requests)
-        for served in (one, two)
-    ]
-    assert right[0] == right[1] > 5
+    one = load(model.folder, 80, has_draft_head=True)
+    with ranks(model.folder, TOPOLOGIES[topology], 80, has_draft_head=True) as many:
+        check_that_ranks_guess_the_same(many, one, plain, with_head("no-evict", 2), requests)
 
 
 def test_a_head_needs_memory_for_its_layer_and_for_hidden_states(models: Any) -> None:
@@ -213,15 +205,6 @@ def test_saved_blocks_have_all_that_the_head_needs(models: Any) -> None:
 def test_engines_without_draft_heads_refuse_them(models: Any, changes: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(models("qwen3.5").folder, 20, has_draft_head=True, **changes)
-
-
-def test_pipeline_stages_refuse_draft_heads(models: Any) -> None:
-    message = "pipeline_parallel_size is 2, expected 1: speculative_decoding_mode is mtp"
-    with (
-        pytest.raises(ConfigError, match=message),
-        ranks(models("qwen3.5").folder, (1, 2), has_draft_head=True),
-    ):
-        pass
 
 
 @pytest.mark.parametrize(

@@ -33,11 +33,12 @@ from tests.engine.guesses import (
     Guesses,
     check_results_of_all_kinds,
     check_that_a_wrong_head_is_left_alone,
+    check_that_ranks_guess_the_same,
     fill_with_garbage,
     make_requests,
 )
 from tests.engine.pictures import Picture, make_prompt, request_of
-from tests.engine.ranks import ranks
+from tests.engine.ranks import TOPOLOGIES, ranks
 from tests.engine.serving import config_of, load, serve
 from tests.guided.factories import load as load_guided
 from tests.guided.factories import make_request as make_guided_request
@@ -317,35 +318,24 @@ def test_guesses_after_pictures_change_no_token(
     guesses = Guesses(engine)
     served = serve(engine, with_head("no-evict", 3), requests)
     assert len(guesses.found) > 10
+    with ranks(model.folder, (1, 2), 60, draft_head_dir=str(head.folder)) as stages:
+        in_stages = Guesses(stages.stages[1])
+        stages.limits = stages.stages[1].limits
+        served_in_stages = serve(stages, with_head("no-evict", 3), requests)
+    assert len(in_stages.found) > 10
     for request in requests:
-        assert served.tokens(request) == plain.tokens(request)
+        assert served.tokens(request) == served_in_stages.tokens(request) == plain.tokens(request)
 
 
-def test_two_tensor_parallel_ranks_guess_the_same_tokens(right: tuple[ZooModel, EagleHeadFolder]) -> None:
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_ranks_guess_the_same_tokens(right: tuple[ZooModel, EagleHeadFolder], topology: str) -> None:
+    """With pipeline stages, the head reads hidden states of earlier stages."""
     model, head = right
     requests = make_requests(model, 4)
     plain = serve(load(model.folder, 80, kernels="torch"), config_of("no-evict"), requests)
-    one = serve(load(model.folder, 80, draft_head_dir=str(head.folder)), with_head("no-evict", 2), requests)
-    with ranks(model.folder, (2, 1), 80, draft_head_dir=str(head.folder)) as engine:
-        two = serve(engine, with_head("no-evict", 2), requests)
-    accepted = 0
-    for request in requests:
-        assert two.tokens(request) == one.tokens(request) == plain.tokens(request)
-        found, expected = (served.result(request).perf_metrics for served in (two, one))
-        assert found.num_draft_tokens == expected.num_draft_tokens
-        assert found.num_accepted_draft_tokens == expected.num_accepted_draft_tokens
-        accepted += expected.num_accepted_draft_tokens
-    assert accepted > 5
-
-
-def test_pipeline_stages_refuse_heads(right: tuple[ZooModel, EagleHeadFolder]) -> None:
-    model, head = right
-    message = "pipeline_parallel_size is 2, expected 1: speculative_decoding_mode is eagle3"
-    with (
-        pytest.raises(ConfigError, match=message),
-        ranks(model.folder, (1, 2), draft_head_dir=str(head.folder)),
-    ):
-        pass
+    one = load(model.folder, 80, draft_head_dir=str(head.folder))
+    with ranks(model.folder, TOPOLOGIES[topology], 80, draft_head_dir=str(head.folder)) as many:
+        check_that_ranks_guess_the_same(many, one, plain, with_head("no-evict", 2), requests)
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "deepseek-v3"])

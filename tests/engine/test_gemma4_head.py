@@ -25,11 +25,12 @@ from tests.engine.guesses import (
     WAYS,
     Guesses,
     check_results_of_all_kinds,
+    check_that_ranks_guess_the_same,
     fill_with_garbage,
     make_requests,
 )
 from tests.engine.pictures import Picture, make_prompt, request_of
-from tests.engine.ranks import ranks
+from tests.engine.ranks import TOPOLOGIES, ranks
 from tests.engine.serving import config_of, load, serve
 from tests.models.eagle_heads import make_random_head
 from tests.models.gemma4_heads import CLUSTERS, Gemma4HeadFolder, make_head, make_target
@@ -189,22 +190,15 @@ def test_rounded_keys_and_weights_still_give_right_guesses(
     assert accepted > 0.8 * sum(each.num_draft_tokens for each in metrics) > 10
 
 
-def test_two_tensor_parallel_ranks_guess_the_same_tokens(right: tuple[ZooModel, Gemma4HeadFolder]) -> None:
+@pytest.mark.parametrize("topology", ["tp2", "pp2", "tp2-pp2"])
+def test_ranks_guess_the_same_tokens(right: tuple[ZooModel, Gemma4HeadFolder], topology: str) -> None:
     model, head = right
     requests = make_requests(model, 4)
     changes = {"draft_head_dir": str(head.folder), "has_draft_head": True}
     plain = serve(load(model.folder, 80), config_of("no-evict"), requests)
-    one = serve(load(model.folder, 80, **changes), with_head("no-evict", 2), requests)
-    with ranks(model.folder, (2, 1), 80, **changes) as engine:
-        two = serve(engine, with_head("no-evict", 2), requests)
-    accepted = 0
-    for request in requests:
-        assert two.tokens(request) == one.tokens(request) == plain.tokens(request)
-        found, expected = (served.result(request).perf_metrics for served in (two, one))
-        assert found.num_draft_tokens == expected.num_draft_tokens
-        assert found.num_accepted_draft_tokens == expected.num_accepted_draft_tokens
-        accepted += expected.num_accepted_draft_tokens
-    assert accepted > 5
+    one = load(model.folder, 80, **changes)
+    with ranks(model.folder, TOPOLOGIES[topology], 80, **changes) as many:
+        check_that_ranks_guess_the_same(many, one, plain, with_head("no-evict", 2), requests)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -223,9 +217,12 @@ def test_ranks_guess_as_transformers_does(random: Any, form: str) -> None:
         assert list(guessed) == head.guesses(tokens, len(guessed)), known
 
 
-def test_pipeline_stages_refuse_heads(right: tuple[ZooModel, Gemma4HeadFolder]) -> None:
-    model, head = right
-    message = "pipeline_parallel_size is 2, expected 1: speculative_decoding_mode is mtp"
+def test_a_head_that_reads_layers_of_two_stages_is_refused(random: Any) -> None:
+    model, head = random("gemma4")
+    message = (
+        "pipeline_parallel_size is 2, expected at most 1: layers 0 to 2 must be in one stage, because the draft "
+        "head reads keys and values of some of them"
+    )
     changes = {"draft_head_dir": str(head.folder), "has_draft_head": True}
     with pytest.raises(ConfigError, match=message), ranks(model.folder, (1, 2), **changes):
         pass

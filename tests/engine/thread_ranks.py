@@ -101,6 +101,26 @@ class ThreadStageLink:
         return hidden
 
 
+class ThreadGuesses:
+    """Implements `inflight.ranks.rank_engine.GuessLink` with a queue for each rank."""
+
+    def __init__(
+        self, own: SimpleQueue[Sequence[int]], earlier: Sequence[SimpleQueue[Sequence[int]]]
+    ) -> None:
+        self._own, self._earlier = own, earlier
+
+    def send_guesses(self, token_ids: Sequence[int]) -> None:
+        """Send tokens to the earlier stages."""
+        for queue in self._earlier:
+            queue.put(token_ids)
+
+    def receive_guesses(self, count: int) -> Sequence[int]:
+        """Return the tokens from the last stage."""
+        token_ids = self._own.get()
+        assert len(token_ids) in (0, count)
+        return token_ids
+
+
 class ThreadStage:
     """Replaces `MpiStage` for RankEngine; one object for all ranks of a stage."""
 
@@ -181,6 +201,7 @@ class ThreadRanks:
         told = {mapping.rank: SimpleQueue() for mapping in mappings if not mapping.is_sampler}
         # links[r] leads to rank r from the previous stage; links beyond the last rank are not used.
         links = [SimpleQueue() for _ in range(len(mappings) + tp_size)]
+        guesses = [SimpleQueue[Sequence[int]]() for _ in mappings]
         self._ranks = [
             RankEngine(
                 stage,
@@ -191,6 +212,7 @@ class ThreadRanks:
                     stage.decoder_config.stage_width,
                     stage.dtype,
                 ),
+                ThreadGuesses(guesses[mapping.rank], guesses[mapping.tp_rank : -tp_size : tp_size]),
                 ThreadOutcomes(mapping.rank, told),
                 self.mates[mapping.pp_rank],
                 lambda iteration, rank=mapping.rank: self.failures.append((rank, iteration)),

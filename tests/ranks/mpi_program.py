@@ -74,6 +74,16 @@ def check_link(link: MpiStageLink, is_first: bool, tp_rank: int) -> None:
             assert got.dtype == expected.dtype and torch.equal(got, expected + tp_rank)
 
 
+def check_guesses(link: MpiStageLink, is_last: bool, tp_rank: int) -> None:
+    """Send guesses to the earlier stages, and an empty message for a batch that has failed."""
+    for count in (3, 0, 1, 4000):
+        expected = [*range(tp_rank, tp_rank + count)]
+        if is_last:
+            link.send_guesses(expected)
+        else:
+            assert link.receive_guesses(count or 5) == expected
+
+
 def check_barrier(world: MpiWorld, stage: MpiStage, is_first: bool) -> None:
     """Meet in a barrier of one stage.
 
@@ -127,6 +137,7 @@ def main() -> None:
     check_barrier(world, stage, mapping.is_first_stage)
     for _ in range(2):
         check_link(link, mapping.is_first_stage, mapping.tp_rank)
+        check_guesses(link, mapping.is_last_stage, mapping.tp_rank)
         check_outcomes(outcomes, mapping.is_sampler)
         check_that_a_settled_outcome_needs_nothing_more(world, outcomes, mapping)
     exchange(world, 2, 2, "cpu")

@@ -84,8 +84,9 @@ def main() -> None:
     stage = load_stage(config, mapping, MpiCollectives(stage_ranks), least)
     if mapping.is_sampler:
         spoil(stage, requests.GUILTY, num_tokens=25)
-    link = make_stage_link(mapping, MpiStageLink(mapping), torch.empty(stage.decoder_config.stage_width))
-    engine = RankEngine(stage, mapping, link, MpiOutcomes(mapping.sampler), stage_ranks)
+    guesses = MpiStageLink(mapping)
+    link = make_stage_link(mapping, guesses, torch.empty(stage.decoder_config.stage_width))
+    engine = RankEngine(stage, mapping, link, guesses, MpiOutcomes(mapping.sampler), stage_ranks)
     heartbeat = Heartbeat(meet(world, gather_hosts(world)), world.size, 30.0, sys.exit)
     scheduler = Scheduler(requests.CONFIG, engine.limits)
     clients = Clients([*requests.make_requests(), *requests.make_doomed()])

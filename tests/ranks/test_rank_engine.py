@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 import torch
 
+from inflight.core.ports import StageMessages
 from inflight.core.request.beam_search import BeamCandidates
+from inflight.core.request.head_drafts import GUESSED_ON_DEVICE
 from inflight.core.request.request import Request
 from inflight.core.request.response import TopLogProbs
 from inflight.core.schedule.batch import (
+    ContextChunk,
     ContextDetails,
     EngineLimits,
     ModelOutput,
@@ -42,15 +48,26 @@ class FakeStage:
 
     limits = LIMITS
 
-    def __init__(self) -> None:
+    def __init__(self, is_last: bool) -> None:
+        self.is_last = is_last
         self.forward_error: Exception | None = None
         self.choose_error: Exception | None = None
         self.output = OUTPUT
         self.told: list[tuple[Any, ...]] = []
 
-    def forward(self, batch: ScheduledBatch, hidden: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, batch: ScheduledBatch, messages: StageMessages) -> torch.Tensor:
         if self.forward_error:
             raise self.forward_error
+        if self.is_last:
+            if batch.num_guesses:
+                messages.send_guesses(range(batch.num_guesses))
+            try:
+                messages.receive_hidden()
+            except StepFailed:
+                self.told.append(("void", batch.iteration))
+                raise
+        elif batch.num_guesses:
+            self.told.append(("guesses", list(messages.receive_guesses())))
         return torch.zeros(1, 4)
 
     def choose(self, batch: ScheduledBatch, logits: torch.Tensor) -> ModelOutput:
@@ -74,15 +91,22 @@ class Wire:
     of `settle`."""
 
     def __init__(self) -> None:
-        self.hidden: deque[torch.Tensor | None] = deque()
+        self.hidden = SimpleQueue[torch.Tensor | None]()
+        self.guesses = SimpleQueue[Sequence[int]]()
         self.outcomes: deque[bytes] = deque()
         self.settled = 0
 
     def send(self, hidden: torch.Tensor | None) -> None:
-        self.hidden.append(hidden)
+        self.hidden.put(hidden)
 
     def receive(self, num_rows: int) -> torch.Tensor | None:
-        return self.hidden.popleft()
+        return self.hidden.get(timeout=60)
+
+    def send_guesses(self, token_ids: Sequence[int]) -> None:
+        self.guesses.put(token_ids)
+
+    def receive_guesses(self, count: int) -> Sequence[int]:
+        return self.guesses.get(timeout=60)
 
     def send_outcome(self, outcome: bytes) -> None:
         self.outcomes.append(outcome)
@@ -102,12 +126,13 @@ class Pair:
 
     def __init__(self) -> None:
         self.wire = Wire()
-        self.stages = [FakeStage(), FakeStage()]
+        self.stages = [FakeStage(is_last=False), FakeStage(is_last=True)]
         self.failures: list[tuple[int, int]] = []
         self.ranks = [
             RankEngine(
                 stage,
                 Mapping(1, 2, rank),
+                self.wire,
                 self.wire,
                 self.wire,
                 self.wire,
@@ -117,7 +142,8 @@ class Pair:
         ]
 
     def forward(self, batch: ScheduledBatch) -> list[Any]:
-        return [rank.forward(batch) for rank in self.ranks]
+        with ThreadPoolExecutor() as threads:
+            return list(threads.map(lambda rank: rank.forward(batch), self.ranks))
 
     def errors(self, batch: ScheduledBatch, begun: list[Any]) -> list[RequestError]:
         found = []
@@ -199,11 +225,39 @@ def test_the_failure_of_a_stage_is_passed_on(pair: Pair) -> None:
         "the iteration that carried this request failed in a pipeline stage"
     }
     assert pair.stages[0].told == [("forget", 0, [1])]
-    assert pair.stages[1].told == [("forget", 0, []), ("choose", 1, ModelOutput(1)), ("forget", 0, [1])], (
-        "before the batch behind it began, too"
-    )
+    assert pair.stages[1].told == [("void", 0), ("choose", 1, ModelOutput(1)), ("forget", 0, [1])]
     outputs = [rank.decode(well, flight) for rank, flight in zip(pair.ranks, begun_well, strict=True)]
     assert outputs == [ModelOutput(1)] * 2
+
+
+def with_guesses(iteration: int, count: int) -> ScheduledBatch:
+    """Return a batch with draft tokens that a head has to guess."""
+    chunk = ContextChunk(0, 4, (7, *(GUESSED_ON_DEVICE,) * count), True, count, is_generation=True)
+    return ScheduledBatch(iteration, context=(chunk,))
+
+
+def test_earlier_stages_get_the_guesses_of_the_last_one(pair: Pair) -> None:
+    batch = with_guesses(0, 3)
+    begun = pair.forward(batch)
+    assert [rank.decode(batch, flight) for rank, flight in zip(pair.ranks, begun)] == [OUTPUT] * 2
+    assert pair.stages[0].told == [("guesses", [0, 1, 2]), ("remember", 0, OUTPUT)]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_that_fails_leaves_no_guesses_behind(pair: Pair, stage: int) -> None:
+    """The other stage does not wait for the failed one, and the next batch has its own guesses."""
+    pair.stages[stage].forward_error = ValueError("broken")
+    failed = with_guesses(0, 3)
+    errors = pair.errors(failed, pair.forward(failed))
+    assert [type(error) for error in errors] == [StepFailed] * 2
+    assert pair.failures == [(stage, 0)], "the other stage has not failed itself"
+    pair.stages[stage].forward_error = None
+    well = with_guesses(1, 2)
+    pair.stages[1].output = ModelOutput(1)
+    begun = pair.forward(well)
+    assert [rank.decode(well, flight) for rank, flight in zip(pair.ranks, begun)] == [ModelOutput(1)] * 2
+    assert ("guesses", [0, 1]) in pair.stages[0].told
+    assert pair.wire.guesses.empty() and pair.wire.hidden.empty()
 
 
 def test_a_rank_that_hears_another_iterations_outcome_is_unusable(pair: Pair) -> None:
@@ -219,7 +273,7 @@ def test_a_rank_that_hears_another_iterations_outcome_is_unusable(pair: Pair) ->
     for call in (pair.ranks[0].forward, lambda batch: pair.ranks[0].decode(batch, flight)):
         with pytest.raises(Unavailable, match="rank 0 failed alone in iteration 0"):
             call(second)
-    assert len(pair.wire.hidden) == 1, "it takes no part any more"
+    assert pair.wire.hidden.qsize() == 1, "it takes no part any more"
 
 
 def test_a_rank_that_cannot_apply_an_outcome_is_unusable(pair: Pair) -> None:

@@ -78,6 +78,31 @@ class Engine(Protocol):
         ...
 
 
+class StageMessages(Protocol):
+    """The messages between a rank and other pipeline stages in the forward pass of one batch."""
+
+    def receive_hidden(self) -> Any:
+        """Return the hidden states from the previous stage; wait for them. Not at the first stage.
+
+        Raises:
+            StepFailed: The batch has failed in the previous stage.
+        """
+        ...
+
+    def receive_guesses(self) -> Sequence[int]:
+        """Return the draft tokens that the last stage has guessed (`ScheduledBatch.with_guesses`); wait for them.
+        Before the last stage.
+
+        Raises:
+            StepFailed: The batch has failed in the last stage.
+        """
+        ...
+
+    def send_guesses(self, token_ids: Sequence[int]) -> None:
+        """Send the guessed draft tokens to the earlier stages. At the last stage."""
+        ...
+
+
 class Runner(Protocol):
     """One rank's part of a model on a device: an `Engine` that does not sample tokens. Loop thread."""
 
@@ -86,12 +111,12 @@ class Runner(Protocol):
         """The limits, fixed once the model is loaded and equal on all ranks."""
         ...
 
-    def forward(self, batch: ScheduledBatch, hidden: Any = None) -> Any:
+    def forward(self, batch: ScheduledBatch, messages: StageMessages | None = None) -> Any:
         """Run the forward pass of a batch through this rank's layers.
 
         Args:
             batch: As for `Engine.forward`.
-            hidden: The hidden states from the previous pipeline stage; None at the first stage.
+            messages: The messages of other pipeline stages; None: there is one stage.
 
         Returns:
             At the last stage, the input of sampling (see `Engine.forward`); at earlier stages, the hidden states

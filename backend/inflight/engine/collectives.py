@@ -199,7 +199,7 @@ def make_stage_link(mapping: Mapping, link: MpiStageLink, example: Tensor) -> St
 
     Args:
         mapping: This rank's position.
-        link: A link over MPI, which nothing else uses.
+        link: A link over MPI, with which nothing else sends hidden states.
         example: A tensor with the width, dtype and device of the hidden states.
     """
     if example.device.type == "cpu":

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from inflight.core.ports import StageMessages
 from inflight.core.schedule.batch import ModelOutput, ScheduledBatch
 from inflight.engine.additional_outputs import with_token_rows
 from inflight.engine.cuda.iteration_graphs import RecordedKinds
@@ -89,11 +90,11 @@ class ModelEngine:
         return self.runner.recorded
 
     @torch.inference_mode()
-    def forward(self, batch: ScheduledBatch, hidden: Tensor | None = None) -> Pending:
+    def forward(self, batch: ScheduledBatch, messages: StageMessages | None = None) -> Pending:
         """Run the forward pass, and start sampling if the batch samples on the device.
 
         If `forward` or `decode` raises, for whatever reason, the sequences of the batch have to start again; other
-        sequences are not affected. For `hidden` see `ModelRunner.run`.
+        sequences are not affected. For `messages` see `ModelRunner.run`.
 
         Raises:
             ValueError: See `ModelRunner.run`; or a row continues in a void slot.
@@ -103,7 +104,7 @@ class ModelEngine:
         with runner.void_slots.watch(batch), computing(batch.num_rows):
             runner.void_slots.refuse(batch)
             self.sampler.apply(batch)
-            outputs = runner.run(batch, hidden)
+            outputs = runner.run(batch, messages)
             batch = outputs.batch
             self.sampler.apply_drafts(batch)
             positions = runner.slots.positions(batch)

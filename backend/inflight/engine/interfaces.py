@@ -167,8 +167,8 @@ class DraftGuesser(Protocol):
         `read_layers`, each [rows, hidden_size]."""
         ...
 
-    def guess(self, batch: ScheduledBatch, slots: SlotTable, rotary: RotaryTables) -> ScheduledBatch:
-        """Return the batch with guessed tokens in place of GUESSED_ON_DEVICE."""
+    def guess(self, batch: ScheduledBatch, slots: SlotTable, rotary: RotaryTables) -> Sequence[int]:
+        """Return the tokens in place of GUESSED_ON_DEVICE, for `ScheduledBatch.with_guesses`."""
         ...
 
     def clear(self, block_ids: Tensor) -> None:

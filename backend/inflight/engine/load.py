@@ -22,7 +22,7 @@ from inflight.engine.capacity import (
 from inflight.engine.collectives import ALONE, Collectives
 from inflight.engine.cpu.decoder import NativeDecoder
 from inflight.engine.cuda.iteration_graphs import Capture, RecordedKinds
-from inflight.engine.draft_costs import DraftCosts, find_draft_costs
+from inflight.engine.draft_costs import NO_COSTS, DraftCosts, find_draft_costs
 from inflight.engine.engine import ModelEngine
 from inflight.engine.kv_cache import KvCache, block_bytes
 from inflight.engine.kv_quantization import find_kv_quantization
@@ -167,14 +167,12 @@ def load_runner(options: LoadOptions) -> ModelRunner:
     num_adapter_pages = loader.reserve_adapters(decoder)
     capture = loader.find_graphs(decoder.has_fixed_shapes)
     cache = loader.allocate_cache(decoder, num_adapter_pages, capture)
-    if make_head is None:
-        return loader.make_runner(decoder, cache, num_adapter_pages, capture)
     return loader.make_runner(
         decoder,
         cache,
         num_adapter_pages,
         capture,
-        draft_head=make_head(cache),
+        draft_head=None if make_head is None else make_head(cache),
         draft_costs=loader.draft_costs(),
     )
 
@@ -245,15 +243,18 @@ class _Loader(RankLoader):
             )
 
     def load_head(self, decoder: AnyDecoder) -> MakeDraftHead | None:
-        """Read the rank's part of the draft head; None without one."""
+        """Read the rank's part of the draft head; None without one, or before the last pipeline stage."""
         model = self._model
         if isinstance(model, TransformersModel) or isinstance(decoder, TransformersDecoder):
             return None
-        return load_draft_head(self.config, model, decoder, self.device) if model.decoder.drafts else None
+        if not (model.decoder.drafts and self.part.is_last_stage):
+            return None
+        return load_draft_head(self.config, model, decoder, self.device)
 
     def draft_costs(self) -> DraftCosts:
-        """Return what the draft head's work costs."""
-        assert isinstance(self._model, ModelDescription), "transformers' own code has no draft head"
+        """Return what the draft head's work costs, on every rank."""
+        if isinstance(self._model, TransformersModel) or not self._model.decoder.drafts:
+            return NO_COSTS
         num_bytes = _weight_bytes(self.config, self._model, Part.whole(self._model.decoder))
         return find_draft_costs(self._model, num_bytes, self.device)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -53,6 +54,8 @@ def load_draft_head(
         num_bytes = partial(gemma4_head_bytes, model, decoder.dtype, shard)
         with allocating("the draft head", num_bytes, device, LESS_WEIGHTS):
             weights = load_gemma4_head(sink, model, decoder.dtype, device, shard)
+        read_kv = decoder.part.read_kv_of(head, model.decoder)
+        head = replace(head, layers=replace(head.layers, read_kv=read_kv))
         return partial(Gemma4Head, decoder, head, gemma4_part(model.gemma4_head, shard), weights)
     # The checkpoint's own head has the model's embedding and output projection.
     part = Part(shard, (0, 1), is_first_stage=False, is_last_stage=False)

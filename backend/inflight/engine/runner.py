@@ -19,8 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inflight.core.ports import StageMessages
 from inflight.core.schedule.batch import ContextDetails, EngineLimits, ModelOutput, ScheduledBatch
 from inflight.engine.additional_outputs import AdditionalOutputs, HiddenStates, LayerOutputs, TokenRows
+from inflight.engine.carried_states import CarriedStates
 from inflight.engine.context_outputs import ContextOutputs
 from inflight.engine.cuda.iteration_graphs import Capture, IterationGraphs, RecordedKinds
 from inflight.engine.debug_tensors import DebugTensors
@@ -68,7 +70,7 @@ class ModelRunner:
         capture: Records iterations; None: they are not recorded. If set, `decoder` must be a whole model with
             fixed shapes.
         debug_tensors: Records debug tensors; if set, no iteration is replayed. None: they are not recorded.
-        draft_head: Guesses draft tokens; None: the model has no draft head.
+        draft_head: Guesses draft tokens; None: the model has no draft head, or the head is in the last stage.
 
     Attributes:
         limits: The argument of the same name.
@@ -105,7 +107,8 @@ class ModelRunner:
         if capture is not None and debug_tensors is None:
             self._graphs = _record(cast(RecordedDecoder, decoder), slots, cache, capture, max_num_tokens)
         self.recorded = RecordedKinds(()) if self._graphs is None else self._graphs.kinds
-        self._is_last_stage, self._is_sampler = mapping.is_last_stage, mapping.is_sampler
+        self._is_first_stage, self._is_last_stage = mapping.is_first_stage, mapping.is_last_stage
+        self._is_sampler = mapping.is_sampler
         self.additional_outputs = AdditionalOutputs(decoder.config.num_layers)
         self.context_outputs = ContextOutputs(limits.vocab_size, mapping.is_sampler, self.additional_outputs)
         self.debug_tensors = debug_tensors
@@ -114,8 +117,9 @@ class ModelRunner:
             decoder.dtype,
             cache.device,
             decoder.config.hidden_size,
-            mapping.is_first_stage or limits.num_added_layers > 0,
+            mapping.is_first_stage or limits.num_added_layers > 0 or draft_head is not None,
         )
+        self._carried = CarriedStates(decoder.config)
         self.rotary_tables = RotaryTables(cache.device)
         self._first_virtual_id = limits.vocab_size if limits.has_spans else None
 
@@ -124,12 +128,12 @@ class ModelRunner:
         """Token ids that end a sequence, from the checkpoint's config files."""
         return self.decoder_config.eos_token_ids
 
-    def run(self, batch: ScheduledBatch, hidden: Tensor | None) -> RowOutputs:
+    def run(self, batch: ScheduledBatch, messages: StageMessages | None) -> RowOutputs:
         """Apply the batch to slots and blocks, then run the packed forward pass; on a GPU, queue it.
 
         Args:
             batch: The batch; it must not continue in a void slot.
-            hidden: After the first pipeline stage, the previous stage's output.
+            messages: The messages of other pipeline stages; None: there is one stage.
 
         Returns:
             At the last stage, logits to sample from, in the order of `ScheduledBatch.sampled_slots`: 1 +
@@ -139,15 +143,16 @@ class ModelRunner:
 
         Raises:
             ValueError: The batch breaks the contract: more than max_num_tokens rows, or a row without a block.
+            StepFailed: The batch has failed in another stage.
         """
         try:
-            return self._run(batch, hidden)
+            return self._run(batch, messages)
         except BaseException:  # the content of the cache is unknown afterwards
             self.cache.forget(batch)
             raise
 
     @torch.inference_mode()
-    def forward(self, batch: ScheduledBatch, hidden: Tensor | None = None) -> Tensor:
+    def forward(self, batch: ScheduledBatch, messages: StageMessages | None = None) -> Tensor:
         """Return the logits or hidden states of `run`, for a rank that does not sample.
 
         Raises:
@@ -156,7 +161,7 @@ class ModelRunner:
         """
         with self.void_slots.watch(batch), computing(batch.num_rows):
             self.void_slots.refuse(batch)
-            return self.run(batch, hidden).rows
+            return self.run(batch, messages).rows
 
     @torch.inference_mode()
     def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:
@@ -201,7 +206,7 @@ class ModelRunner:
         ):  # fmt: skip
             vars(self).pop(name, None)
 
-    def _run(self, batch: ScheduledBatch, hidden: Tensor | None) -> RowOutputs:
+    def _run(self, batch: ScheduledBatch, messages: StageMessages | None) -> RowOutputs:
         for load in batch.adapter_loads:
             self.decoder.load_adapter(load)
         fresh_blocks = self.slots.apply(batch)
@@ -215,25 +220,38 @@ class ModelRunner:
         self.cache.prepare(batch, self.slots.num_tokens)
         if batch.num_tokens > self._max_num_tokens:
             raise ValueError(f"batch of {batch.num_tokens} tokens, max_num_tokens is {self._max_num_tokens}")
-        if self._draft_head is not None:
-            batch = self._draft_head.guess(batch, self.slots, self.rotary_tables)
-        computed = self._compute(batch, hidden)
+        if batch.num_guesses:
+            batch = batch.with_guesses(self._guess(batch, messages))
+        computed = self._compute(batch, messages)
         self.slots.advance(batch)
         return computed
 
-    def _compute(self, batch: ScheduledBatch, hidden: Tensor | None) -> RowOutputs:
+    def _guess(self, batch: ScheduledBatch, messages: StageMessages | None) -> Sequence[int]:
+        """Guess draft tokens in the last stage, and send them to the earlier ones, which receive them."""
+        if self._draft_head is None:
+            assert messages is not None, "only a model with a draft head gets batches with guesses"
+            return messages.receive_guesses()
+        tokens = self._draft_head.guess(batch, self.slots, self.rotary_tables)
+        if messages is not None:
+            messages.send_guesses(tokens)
+        return tokens
+
+    def _compute(self, batch: ScheduledBatch, messages: StageMessages | None) -> RowOutputs:
         between = HiddenStates()
         if are_wanted := self.additional_outputs.are_wanted(batch):
             between = self.additional_outputs.between_layers(batch)
-        head_slots = () if self._draft_head is None else batch.head_slots
-        if self._draft_head is not None and head_slots:
-            between = HiddenStates(between.wanted | self._draft_head.read_layers)
+        head_slots = batch.head_slots
+        if head_slots:
+            between = HiddenStates(between.wanted | self._carried.layers)
         virtual = self.prompt_tables.virtual_rows(batch)
         is_special = virtual is not None or bool(between.wanted) or self.rotary_tables.have_rows_in(batch)
         if self._graphs is not None and batch.num_tokens and not is_special:
             replayed = self._graphs.forward(batch)
             if replayed is not None:
                 return self._outputs(batch, *replayed, between, are_wanted)
+        hidden = None
+        if not self._is_first_stage and messages is not None:
+            hidden = self._carried.split(messages.receive_hidden(), between)
         packed = pack(batch, self.slots, virtual, self.rotary_tables, self._first_virtual_id)
         if self.cache.states is not None:
             self.cache.states.begin(batch, packed)
@@ -254,7 +272,7 @@ class ModelRunner:
     ) -> RowOutputs:
         arguments = (packed, self.cache, hidden)
         if not self._is_last_stage:
-            return RowOutputs(batch, self.decoder.forward(*arguments))
+            return RowOutputs(batch, self._carried.join(self.decoder.forward(*arguments, between), between))
         wants_hidden = are_wanted or any(chunk.wants_context for chunk in batch.context)
         if not head_slots and not wants_hidden:
             return RowOutputs(batch, self.decoder.forward_to_logits(*arguments))

@@ -500,10 +500,12 @@ class DecoderConfig:
 
     @property
     def stage_width(self) -> int:
-        """Width of the rows that a pipeline stage sends to the next one: all residual streams, and the token
-        embedding if there are per-layer embeddings, which every stage makes from it for its own layers."""
+        """Width of the rows that a pipeline stage sends to the next one: all residual streams, the token embedding
+        if there are per-layer embeddings, which every stage makes from it for its own layers, and the hidden
+        states that an EAGLE-3 head reads."""
         num_streams = 1 if self.altup is None else self.altup.num_streams
-        return (num_streams + (self.layer_inputs is not None)) * self.hidden_size
+        num_states = 0 if self.eagle is None else len(self.eagle.read_layers)
+        return (num_streams + (self.layer_inputs is not None) + num_states) * self.hidden_size
 
     def has_temperature(self, layer: int) -> bool:
         """Return whether a layer's queries depend on the temperature of attention."""

@@ -74,7 +74,7 @@ class _Finder:
         decoder, names, part = self._decoder, self._names, self._part
         vocabulary = part.shard.split(decoder.vocab_size)
         embedding = position_embedding = embedding_norm = lm_head = final_norm = None
-        if part.is_first_stage:
+        if part.is_first_stage or (part.is_last_stage and decoder.drafts):
             embedding = self._table(names.base + names.embedding, decoder.vocab_size, vocabulary)
             if decoder.learned_positions:
                 positions = decoder.max_positions + decoder.position_offset

@@ -8,6 +8,7 @@ rest. Pure.
                       ranks has different experts, and each rank of the group a slice of these
     replicated        norms, biases of row-parallel layers, learned positions, routers
     pipeline          each stage has consecutive layers; the first embeds the tokens, the last computes the logits.
+                      The last one has the draft head, which needs the embedding too.
                       A layer that reads another one's keys and values is in the same stage. A layer's columns of
                       the table of per-layer embeddings are in the layer's stage
 
@@ -25,7 +26,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from inflight.errors import ConfigError
-from inflight.models.decoder_config import DecoderConfig
+from inflight.models.decoder_config import DecoderConfig, Gemma4HeadConfig
 from inflight.models.recurrent import GatedDelta, Section
 from inflight.ranks.topology import Mapping, tensor_parallel_sizes
 
@@ -219,19 +220,28 @@ class Part:
                 Shard(mapping.tp_size, mapping.tp_rank).check(head)
             except ConfigError as error:
                 raise ConfigError(f"the {kind} head: {error}") from None
-        if mapping.pp_size > 1 and decoder.drafts:
-            method = "mtp" if decoder.eagle is None else "eagle3"
-            raise ConfigError(
-                f"pipeline_parallel_size is {mapping.pp_size}, expected 1: speculative_decoding_mode is {method}, "
-                "and the draft head, of the last stage, needs the embedding, which only the first one has"
-            )
-        layers = mapping.layers(decoder.num_layers, decoder.first_read_layer)
-        return cls(shard, layers, mapping.is_first_stage, mapping.is_last_stage)
+        divided = decoder.num_layers, decoder.first_read_layer
+        part = cls(shard, mapping.layers(*divided), mapping.is_first_stage, mapping.is_last_stage)
+        if decoder.gemma4_head is not None:
+            first = decoder.cached_layers[min(decoder.gemma4_head.layers.read_kv)]
+            sizes = [size for size in range(1, mapping.pp_size + 1) if _begin_of_last(size, divided) <= first]
+            if mapping.pp_size not in sizes:
+                raise ConfigError(
+                    f"pipeline_parallel_size is {mapping.pp_size}, expected at most {max(sizes)}: layers {first} "
+                    f"to {decoder.num_layers - 1} must be in one stage, because the draft head reads keys and "
+                    "values of some of them"
+                )
+        return part
 
     @classmethod
     def whole(cls, decoder: DecoderConfig) -> Part:
         """Return the part that is the whole model."""
         return cls(WHOLE, (0, decoder.num_layers))
+
+    def read_kv_of(self, head: Gemma4HeadConfig, decoder: DecoderConfig) -> tuple[int, ...]:
+        """Return the head's `DecoderConfig.read_kv`, counted from this stage's first layer."""
+        num_earlier = sum(layer < self.layers[0] for layer in decoder.cached_layers)
+        return tuple(place - num_earlier for place in head.layers.read_kv)
 
     def held_config(self, decoder: DecoderConfig) -> DecoderConfig:
         """Return the model as this rank computes it: its shard of its layers, which are counted from 0."""
@@ -252,7 +262,15 @@ class Part:
             keys_are_values=decoder.keys_are_values[begin:end],
             gate_sparsity=decoder.gate_sparsity[begin:end],
             kv_layers=tuple(layer - begin for layer in decoder.kv_layers[begin:end]),
+            has_draft_head=decoder.has_draft_head and self.is_last_stage,
+            eagle=part.eagle if self.is_last_stage else None,
+            gemma4_head=part.gemma4_head if self.is_last_stage else None,
         )
+
+
+def _begin_of_last(pp_size: int, divided: tuple[int, int | None]) -> int:
+    """Return the first layer of the last of `pp_size` stages; see `Mapping.layers`."""
+    return Mapping(1, pp_size, pp_size - 1).layers(*divided)[0]
 
 
 def _scaled(part: Range, width: int) -> Range:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import mpi4py
@@ -27,7 +28,7 @@ from mpi4py import MPI  # noqa: E402 - after the settings that it reads when it 
 # Size of a broadcast's first part, which is enough for most iterations; longer messages take a second broadcast.
 _FIRST_PART_BYTES = 1024
 _LENGTH_BYTES = 8
-_HIDDEN, _OUTCOME = 1, 2  # tags
+_HIDDEN, _OUTCOME, _GUESSES = 1, 2, 3  # tags
 _PART_BYTES = 1 << 30  # MPI counts bytes in 32 bits; a full message is followed by another
 
 
@@ -121,7 +122,8 @@ class MpiStage:
 
 
 class MpiStageLink:
-    """Connects ranks of the same tensor-parallel index in neighboring pipeline stages.
+    """Connects ranks of the same tensor-parallel index: neighboring pipeline stages, and the last stage with all
+    others.
 
     Messages arrive in order.
     """
@@ -130,6 +132,7 @@ class MpiStageLink:
         self._comm = MPI.COMM_WORLD
         self._previous = mapping.rank - mapping.tp_size
         self._next = mapping.rank + mapping.tp_size
+        *self._earlier, self._last = range(mapping.tp_rank, mapping.world_size, mapping.tp_size)
         self._sending: list[tuple[MPI.Request, NDArray[np.uint8]]] = []
 
     def send(self, message: NDArray[np.uint8] | None) -> None:
@@ -137,15 +140,32 @@ class MpiStageLink:
 
         `message` must not change afterwards.
         """
-        self._sending = [(request, buffer) for request, buffer in self._sending if not request.Test()]
-        buffer = np.empty(0, np.uint8) if message is None else message
-        self._sending.append((self._comm.Isend([buffer, MPI.BYTE], dest=self._next, tag=_HIDDEN), buffer))
+        self._send(np.empty(0, np.uint8) if message is None else message, self._next, _HIDDEN)
 
     def receive(self, message: NDArray[np.uint8]) -> bool:
         """Fill `message` with the bytes sent by the previous stage; return False if it has sent None."""
         status = MPI.Status()
         self._comm.Recv([message, MPI.BYTE], source=self._previous, tag=_HIDDEN, status=status)
         return status.Get_count(MPI.BYTE) > 0
+
+    def send_guesses(self, token_ids: Sequence[int]) -> None:
+        """Send a batch's draft tokens from the last stage to the earlier ones; none: the batch has failed.
+
+        Does not wait until they are received.
+        """
+        message = np.array(token_ids, np.int64).view(np.uint8)
+        for rank in self._earlier:
+            self._send(message, rank, _GUESSES)
+
+    def receive_guesses(self, count: int) -> list[int]:
+        """Receive `count` draft tokens in an earlier stage; none if the batch has failed in the last one."""
+        message, status = np.empty(count, np.int64), MPI.Status()
+        self._comm.Recv([message.view(np.uint8), MPI.BYTE], source=self._last, tag=_GUESSES, status=status)
+        return message.tolist() if status.Get_count(MPI.BYTE) else []
+
+    def _send(self, message: NDArray[np.uint8], rank: int, tag: int) -> None:
+        self._sending = [(request, buffer) for request, buffer in self._sending if not request.Test()]
+        self._sending.append((self._comm.Isend([message, MPI.BYTE], dest=rank, tag=tag), message))
 
 
 class MpiOutcomes:

@@ -1,8 +1,12 @@
 """RankEngine: `inflight.core.ports.Engine` for one of several ranks, each of which runs the same batches.
 
-    stage      0                1  (last)
-    forward    compute, send →  receive, compute, sample, send the outcome to all ranks
-    decode     receive it       return it
+    stage      0                           1  (last)
+    forward    receive guesses          ←  guess, send the guesses
+               compute, send            →  receive, compute, sample, send the outcome to all ranks
+    decode     receive the outcome         return it
+
+Only a batch with draft tokens that a draft head guesses has guesses. Then the earlier stages wait until the last
+stage has computed the batches before.
 
 Tokens are sampled by one rank, the first of the last stage, right after its forward pass, so that earlier stages
 work on the next batches meanwhile. Its result for a batch, the outcome, is the result on every rank, even if it is
@@ -20,10 +24,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
 import msgspec
 
@@ -75,6 +79,73 @@ class StageLink(Protocol):
         ...
 
 
+class GuessLink(Protocol):
+    """Sends draft tokens from a rank of the last stage to the ranks of the same tensor-parallel index in all
+    earlier stages. Messages arrive in order."""
+
+    def send_guesses(self, token_ids: Sequence[int]) -> None:
+        """Send the draft tokens of a batch; none: the batch has failed.
+
+        Does not wait until they are received.
+        """
+        ...
+
+    def receive_guesses(self, count: int) -> Sequence[int]:
+        """Receive `count` draft tokens; none if the batch has failed."""
+        ...
+
+
+class _Messages:
+    """Implements `inflight.core.ports.StageMessages`, and makes up for calls that a failed batch has left out.
+
+    Args:
+        batch: The batch.
+        mapping: This rank's position.
+        link: Connects the neighboring stages.
+        guesses: Connects the last stage with the earlier ones.
+
+    Attributes:
+        has_failed_elsewhere: Whether another stage has reported that the batch failed there.
+    """
+
+    def __init__(self, batch: ScheduledBatch, mapping: Mapping, link: StageLink, guesses: GuessLink) -> None:
+        self._batch, self._mapping, self._link, self._guesses = batch, mapping, link, guesses
+        self._misses_guesses = bool(batch.num_guesses)
+        self._misses_hidden = not mapping.is_first_stage
+        self.has_failed_elsewhere = False
+
+    def receive_hidden(self) -> Any:
+        self._misses_hidden = False
+        hidden = self._link.receive(self._batch.num_tokens)
+        if hidden is None:
+            self._fail()
+        return hidden
+
+    def receive_guesses(self) -> Sequence[int]:
+        self._misses_guesses = False
+        token_ids = self._guesses.receive_guesses(self._batch.num_guesses)
+        if not len(token_ids):
+            self._fail()
+        return token_ids
+
+    def send_guesses(self, token_ids: Sequence[int]) -> None:
+        self._misses_guesses = False
+        self._guesses.send_guesses(token_ids)
+
+    def finish(self) -> None:
+        """Send and receive what the forward pass did not, so that the next batch gets its own messages."""
+        if self._misses_guesses and self._mapping.is_last_stage:
+            self.send_guesses(())
+        elif self._misses_guesses:
+            self._guesses.receive_guesses(self._batch.num_guesses)
+        if self._misses_hidden:
+            self._link.receive(self._batch.num_tokens)
+
+    def _fail(self) -> NoReturn:
+        self.has_failed_elsewhere = True
+        raise StepFailed("the iteration that carried this request failed in a pipeline stage")
+
+
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     """The outcome of an iteration: the output, or an error's kind and its message, in which names are marked."""
 
@@ -118,6 +189,7 @@ class RankEngine:
         engine: The model part; on the rank that samples a `StageEngine`. Closed with this object.
         mapping: This rank's position.
         link: Connects the neighboring stages; not used with a single stage.
+        guesses: Connects the last stage with the earlier ones; not used with a single stage.
         outcomes: Messages from the rank that samples to the others.
         stage: The ranks of this stage, used to find out whether a forward pass failed on all of them or on this
             rank alone.
@@ -135,6 +207,7 @@ class RankEngine:
         engine: Runner,
         mapping: Mapping,
         link: StageLink,
+        guesses: GuessLink,
         outcomes: MpiOutcomes,
         stage: MpiStage,
         on_failure: Callable[[int], None] = lambda iteration: None,
@@ -143,7 +216,7 @@ class RankEngine:
         self._engine = engine
         self._sampling_engine = engine if isinstance(engine, StageEngine) else None
         self._mapping = mapping
-        self._link = link
+        self._link, self._guesses = link, guesses
         self._outcomes = outcomes
         self._stage = stage
         self._on_failure = on_failure
@@ -191,23 +264,22 @@ class RankEngine:
 
     def _compute(self, flight: _Flight) -> Any | None:
         """Return this stage's hidden states, or logits on the last stage; None if the batch has failed."""
-        batch, hidden = flight.batch, None
-        if not self._mapping.is_first_stage:
-            hidden = self._link.receive(batch.num_tokens)
-            if hidden is None:
-                flight.error = StepFailed(
-                    "the iteration that carried this request failed in a pipeline stage"
-                )
-                self._engine.forget(batch)
-                return None
+        batch, mapping = flight.batch, self._mapping
+        messages = None
+        if mapping.pp_size > 1:
+            messages = _Messages(batch, mapping, self._link, self._guesses)
         try:
-            return self._engine.forward(batch, hidden)
+            return self._engine.forward(batch, messages)
         except Exception as error:  # the other ranks have to know of any error
-            _log.exception("rank %d failed in iteration %d", self._mapping.rank, batch.iteration)
-            self._on_failure(batch.iteration)
-            self._stage.barrier()
+            if messages is None or not messages.has_failed_elsewhere:
+                _log.exception("rank %d failed in iteration %d", mapping.rank, batch.iteration)
+                self._on_failure(batch.iteration)
+                self._stage.barrier()
             flight.error = error
             return None
+        finally:
+            if messages is not None:
+                messages.finish()
 
     def _send_outcome(self, flight: _Flight, logits: Any | None) -> None:
         """Determine the batch's outcome, and send it to the other ranks."""

@@ -45,13 +45,16 @@ tokens, and the scheduler ends the failed row's request and releases its slots.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from inflight.additional_outputs import OfferedOutput
 from inflight.config import SchedulingConfig
 from inflight.core.request.adapter import StoredAdapter
 from inflight.core.request.beam_search import BeamCandidates
 from inflight.core.request.engine_description import ModelLimits
+from inflight.core.request.head_drafts import GUESSED_ON_DEVICE
 from inflight.core.request.request import Request
 from inflight.core.request.response import TopLogProbs
 from inflight.errors import InflightError
@@ -140,6 +143,16 @@ class ContextChunk:
     is_generation: bool = False
     wants_context: bool = False
 
+    @property
+    def is_guessed(self) -> bool:
+        """Whether the draft tokens are GUESSED_ON_DEVICE."""
+        return self.token_ids[-1] == GUESSED_ON_DEVICE
+
+    @property
+    def known_tokens(self) -> tuple[int, ...]:
+        """The chunk without draft tokens."""
+        return self.token_ids[: len(self.token_ids) - self.num_draft_tokens]
+
 
 @dataclass(frozen=True, slots=True)
 class BeamMove:
@@ -227,6 +240,22 @@ class ScheduledBatch:
     def num_tokens(self) -> int:
         """Number of rows of the packed forward pass."""
         return self.num_context_tokens + len(self.generation_slots)
+
+    @property
+    def num_guesses(self) -> int:
+        """Number of draft tokens that are GUESSED_ON_DEVICE."""
+        return sum(chunk.num_draft_tokens for chunk in self.context if chunk.is_guessed)
+
+    def with_guesses(self, token_ids: Sequence[int]) -> ScheduledBatch:
+        """Return the batch with `num_guesses` tokens in place of GUESSED_ON_DEVICE, in the order of `context`."""
+        rest = iter(token_ids)
+        context = (
+            replace(chunk, token_ids=(*chunk.known_tokens, *islice(rest, chunk.num_draft_tokens)))
+            if chunk.is_guessed
+            else chunk
+            for chunk in self.context
+        )
+        return replace(self, context=tuple(context))
 
     def sampled_slots(self) -> list[int]:
         """Return the slots that get tokens, in the order of `ModelOutput.token_ids`: last chunks, then generation.

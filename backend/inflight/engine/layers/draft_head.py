@@ -28,8 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inflight.core.request.head_drafts import GUESSED_ON_DEVICE
-from inflight.core.schedule.batch import ContextChunk, ScheduledBatch
+from inflight.core.schedule.batch import ScheduledBatch
 from inflight.engine.attention.gathering import gathering
 from inflight.engine.interfaces import DraftedModel, DraftLayer
 from inflight.engine.kv_cache import KvCache, cache_places
@@ -152,8 +151,8 @@ class DraftHead(ABC):
         """Return the rows as the head's layer rotates them."""
         return packed
 
-    def guess(self, batch: ScheduledBatch, slots: SlotTable, rotary: RotaryTables) -> ScheduledBatch:
-        """Return the batch with guessed tokens in place of GUESSED_ON_DEVICE; waits for the device.
+    def guess(self, batch: ScheduledBatch, slots: SlotTable, rotary: RotaryTables) -> list[int]:
+        """Return the tokens in place of GUESSED_ON_DEVICE, in the order of `context`; waits for the device.
 
         Args:
             batch: The batch, whose blocks are in the block tables of `slots`.
@@ -161,17 +160,15 @@ class DraftHead(ABC):
             rotary: The slots' rotary tables.
         """
         wanted = [
-            _Guess(chunk.slot, chunk.num_draft_tokens, chunk.token_ids[known], chunk.start + known)
+            _Guess(chunk.slot, chunk.num_draft_tokens, chunk.known_tokens[-1], chunk.start + last)
             for chunk in batch.context
-            if chunk.token_ids[-1] == GUESSED_ON_DEVICE
-            for known in (len(chunk.token_ids) - chunk.num_draft_tokens - 1,)
+            if chunk.is_guessed
+            for last in (len(chunk.known_tokens) - 1,)
         ]
-        if not wanted:
-            return batch
         # as in `PackedBatch`, longer sequences first
         with single_thread(self._has_own_threads):
             found = self._guess(sorted(wanted, key=lambda each: -each.position), slots, rotary)
-        return replace(batch, context=tuple(_with_drafts(chunk, found) for chunk in batch.context))
+        return [token for each in wanted for token in found[each.slot]]
 
     def _guess(
         self, wanted: Sequence[_Guess], slots: SlotTable, rotary: RotaryTables
@@ -337,10 +334,3 @@ def likeliest(logits: Tensor) -> Tensor:
     if logits.device.type != "cpu":
         return logits.argmax(dim=-1)
     return as_tensor(as_array(logits).argmax(axis=-1))  # in a tenth of torch's time
-
-
-def _with_drafts(chunk: ContextChunk, drafts: dict[int, list[int]]) -> ContextChunk:
-    if chunk.token_ids[-1] != GUESSED_ON_DEVICE:
-        return chunk
-    known = chunk.token_ids[: len(chunk.token_ids) - chunk.num_draft_tokens]
-    return replace(chunk, token_ids=(*known, *drafts[chunk.slot]))
