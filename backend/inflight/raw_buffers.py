@@ -10,6 +10,7 @@ import sys
 from typing import Any, Generic, TypeVar
 
 import msgspec
+import numpy as np
 
 from inflight.core.request.adapter import RawBuffer
 
@@ -61,6 +62,6 @@ class BufferedDecoder(Generic[_T]):
             raise ValueError(f"expected the length of a buffer, got {value!r}")
         if value > sys.maxsize:
             raise MemoryError(f"a buffer of {value} bytes")
-        room = memoryview(bytearray(value))
+        room = memoryview(np.empty(value, np.uint8))  # takes no memory before it is filled
         self._buffers.append(room)
         return RawBuffer(room)

@@ -229,6 +229,17 @@ def test_a_buffer_of_an_impossible_type_shape_or_length_is_refused(field: str, v
         decode_from_front_end(msgspec.msgpack.encode(message))
 
 
+def test_a_buffer_that_no_front_end_sends_is_refused() -> None:
+    message = msgspec.msgpack.decode(bytes(encode_submit(Request(1, (5,), 1, prompt_table=TABLE))[0][4:]))
+    message["request"]["prompt_table"]["rows"] |= {
+        "dtype": "float32",
+        "shape": [1, 2**28 + 1],
+        "buffer": 2**30 + 4,
+    }
+    with pytest.raises(BadFrame, match="a buffer of 1073741828 bytes; at most 1073741824 are taken"):
+        decode_from_front_end(msgspec.msgpack.encode(message))
+
+
 @pytest.mark.parametrize(
     "answer",
     [

@@ -337,7 +337,11 @@ class FrontEndFrames:
 
     def decode(self, body: bytes) -> tuple[FromFrontEnd, list[memoryview]]:
         """Return a frame's message, and empty buffers to fill with the bytes that follow it; raises BadFrame."""
-        return decode_by(self._decoder.decode, body)
+        frame, buffers = decode_by(self._decoder.decode, body)
+        longest = max(map(len, buffers), default=0)
+        if longest > MAX_FRAME_BYTES:
+            raise BadFrame(f"a buffer of {longest} bytes; at most {MAX_FRAME_BYTES} are taken")
+        return frame, buffers
 
 
 def decode_by(decode: Callable[[bytes], _T], body: bytes) -> _T:
