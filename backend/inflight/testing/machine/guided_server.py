@@ -9,7 +9,7 @@ library is a small one that crashes and takes its time.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -44,6 +44,7 @@ from .guides import (
     kind_of,
 )
 from .invariants import is_resting
+from .run import ALL_FAULTS
 from .threads import SimulatedModule
 from .whole_server import RunReport, WholeServer
 
@@ -94,8 +95,8 @@ class _TimedCompiler(_Compiler):
 class ServerWithGuides(WholeServer):
     """One run of a server whose requests have guides."""
 
-    def __init__(self, seed: int, most_faults: int | None = None) -> None:
-        super().__init__(seed, most_faults)
+    def __init__(self, seed: int, kept_faults: Collection[int] = ALL_FAULTS) -> None:
+        super().__init__(seed, kept_faults)
         self._config = replace(self._config, speculative_decoding_mode=None)
         self.waits: dict[tuple[int, int], tuple[int, int, Guide]] = {}
         self.interrupted: set[Guide] = set()  # guides that were compiled again

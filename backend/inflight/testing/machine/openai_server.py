@@ -18,7 +18,7 @@ import string
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
@@ -47,6 +47,7 @@ from .answers import Ticket
 from .event_loop import MachineLoop
 from .http_client import LEAVING, STALLING, Habit, HttpAsk, HttpClient
 from .recording_client import RecordingClient
+from .run import ALL_FAULTS
 from .scheduler import Process
 from .sockets import Socket
 from .whole_server import PATH, RunReport, WholeServer
@@ -102,8 +103,8 @@ class _HttpFrontEnd:
 class ServerForOpenAi(WholeServer):
     """One run of a server with the front ends of /v1."""
 
-    def __init__(self, seed: int, most_faults: int | None = None) -> None:
-        super().__init__(seed, most_faults)
+    def __init__(self, seed: int, kept_faults: Collection[int] = ALL_FAULTS) -> None:
+        super().__init__(seed, kept_faults)
         self.asks: dict[str, HttpAsk] = {}
         self._names = count(1)
         self._of_process: dict[Process, _HttpFrontEnd] = {}

@@ -15,7 +15,7 @@ import shutil
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import count, pairwise
 from pathlib import Path
@@ -42,7 +42,7 @@ from inflight.testing.simulation.scenario import draw
 from . import modules
 from .kernel import Kernel, PipeEnd, ProcessEntry, Program
 from .kernel_modules import PipeFile, ProcFolder
-from .run import MOST_FAULTS, RunReport, SimulatedRun
+from .run import ALL_FAULTS, MOST_FAULTS, RunReport, SimulatedRun
 from .scheduler import Machine
 from .sockets import Network
 from .threads import Lock, SimulatedModule
@@ -90,7 +90,7 @@ class _NotingGuard:
 class OrchestratedRanks(SimulatedRun):
     """One run of an orchestrator, and of the orchestrators of the model's next processes."""
 
-    def __init__(self, seed: int, most_faults: int | None = None) -> None:
+    def __init__(self, seed: int, kept_faults: Collection[int] = ALL_FAULTS) -> None:
         self.machine = Machine(seed)
         self.network = Network(self.machine)
         self.rng = rng = random.Random(seed + 1)
@@ -100,7 +100,7 @@ class OrchestratedRanks(SimulatedRun):
         self._has_control = rng.random() < 0.5
         self._badness = rng.choice([0.0, 0.0, 0.3, 0.8])
         num_faults = rng.randint(1, MOST_FAULTS)
-        self._num_faults = min(num_faults, MOST_FAULTS if most_faults is None else most_faults)
+        self._num_faults, self._kept_faults = num_faults, kept_faults
         self._models: list[ProcessEntry] = []
         self._made: dict[ProcessEntry, Orchestrator] = {}
         self._guards: dict[ProcessEntry, _NotingGuard] = {}
@@ -289,10 +289,10 @@ class OrchestratedRanks(SimulatedRun):
         if first.status is not None:
             self._first_failed = True
         else:
-            for _ in range(self._num_faults):
+            for number in range(self._num_faults):
                 machine.sleep(rng.random() * rng.choice([0.1, 3.0, 15.0, 70.0]))
                 name = rng.choice(list(FAULTS))
-                if FAULTS[name](self):
+                if number in self._kept_faults and FAULTS[name](self):
                     self.faults[name] += 1
             self._is_over = True
             machine.sleep(_NOTICED_S)

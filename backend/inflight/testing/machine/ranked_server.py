@@ -10,7 +10,7 @@ ended.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -27,6 +27,7 @@ from inflight.ranks.lockstep import Lockstep
 from inflight.ranks.rank_context import Agreement, RankContext
 from inflight.ranks.rendezvous import Peer
 
+from .run import ALL_FAULTS
 from .scheduler import Fiber, Machine, Process, Waiters
 from .sockets import Socket
 from .whole_server import PATH, RunReport, WholeServer
@@ -111,8 +112,8 @@ class _World:
 class RankedServer(WholeServer):
     """One run of a server whose engine has two or three ranks."""
 
-    def __init__(self, seed: int, most_faults: int | None = None) -> None:
-        super().__init__(seed, most_faults)
+    def __init__(self, seed: int, kept_faults: Collection[int] = ALL_FAULTS) -> None:
+        super().__init__(seed, kept_faults)
         self.limits = replace(self.limits, overlaps_iterations=False)
         self._fails = 0.0
         self._size = self.rng.randint(2, 3)

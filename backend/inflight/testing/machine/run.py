@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 MOST_FAULTS = 8
+ALL_FAULTS = range(MOST_FAULTS)
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class SimulatedRun(ABC):
 
     Args:
         seed: Chooses everything.
-        most_faults: Only the first so many faults are caused; None: all.
+        kept_faults: Numbers of the faults that are caused, in the order in which the seed chooses them; the others
+            are left out.
 
     Attributes:
         faults: How many faults there were, by kind.
@@ -44,7 +47,7 @@ class SimulatedRun(ABC):
     faults: Counter[str]
 
     @abstractmethod
-    def __init__(self, seed: int, most_faults: int | None = None) -> None: ...
+    def __init__(self, seed: int, kept_faults: Collection[int] = ALL_FAULTS) -> None: ...
 
     @abstractmethod
     def run(self) -> RunReport:
@@ -52,12 +55,31 @@ class SimulatedRun(ABC):
 
     @classmethod
     def fewest_faults(cls, seed: int) -> str:
-        """Return how few of its faults a failing seed needs: the shortest prefix of them with which it fails."""
-        for most_faults in range(MOST_FAULTS + 1):
-            run = cls(seed, most_faults)
-            try:
-                run.run()
-            except Exception:  # any failure of a run, also one of the code that it runs
-                kinds = ", ".join(f"{count} {kind}" for kind, count in run.faults.items())
-                return f"with its first {most_faults} faults ({kinds or 'none'})"
-        return "no more: it is not deterministic"
+        """Return which of its faults a failing seed needs: if one of these is left out, the seed does not fail.
+
+        A run in which a fault is left out may differ in more than this fault, as later random choices differ.
+        """
+        for count in range(MOST_FAULTS + 1):
+            if cls._failing(seed, range(count)) is not None:
+                break
+        else:
+            return "no more: it is not deterministic"
+        kept = [*range(count)]
+        for number in range(count):
+            fewer = [each for each in kept if each != number]
+            if cls._failing(seed, fewer) is not None:
+                kept = fewer
+        run = cls._failing(seed, kept)
+        assert run is not None, "it failed before"
+        kinds = ", ".join(f"{count} {kind}" for kind, count in run.faults.items())
+        return f"with {len(kept)} of its faults ({kinds or 'none'})"
+
+    @classmethod
+    def _failing(cls, seed: int, kept_faults: Collection[int]) -> SimulatedRun | None:
+        """Return the run with these faults if it fails."""
+        run = cls(seed, kept_faults)
+        try:
+            run.run()
+        except Exception:  # any failure of a run, also one of the code that it runs
+            return run
+        return None

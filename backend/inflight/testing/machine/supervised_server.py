@@ -17,7 +17,7 @@ import shutil
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from itertools import count
 from pathlib import Path
 from unittest.mock import patch
@@ -37,7 +37,7 @@ from inflight.server.supervisor import Signals, Supervisor
 from . import modules
 from .kernel import Kernel, ProcessEntry
 from .kernel_modules import ProcFolder
-from .run import MOST_FAULTS, RunReport, SimulatedRun
+from .run import ALL_FAULTS, MOST_FAULTS, RunReport, SimulatedRun
 from .scheduler import Machine
 from .server_programs import STUB, Programs, Triton
 from .sockets import Network
@@ -84,7 +84,7 @@ class SupervisedServer(SimulatedRun):
         status, error: How the launcher ended; None before, and if it did not raise.
     """
 
-    def __init__(self, seed: int, most_faults: int | None = None) -> None:
+    def __init__(self, seed: int, kept_faults: Collection[int] = ALL_FAULTS) -> None:
         self.machine = Machine(seed)
         self.rng = rng = random.Random(seed + 1)
         self.faults: Counter[str] = Counter()
@@ -103,7 +103,7 @@ class SupervisedServer(SimulatedRun):
             ready_timeout_s=rng.choice([20, 60]),
         )
         num_faults = rng.randint(1, MOST_FAULTS) * (rng.random() < 0.9)
-        self._num_faults = min(num_faults, MOST_FAULTS if most_faults is None else most_faults)
+        self._num_faults, self._kept_faults = num_faults, kept_faults
         self.echo = _Echo(self.machine)
         self.attempts_s: list[float] = []
         self.ready_s: list[float] = []
@@ -247,10 +247,10 @@ class SupervisedServer(SimulatedRun):
         """Cause faults, check that the server comes back, and end it."""
         machine, rng = self.machine, self.rng
         self._wait(60.0, lambda: self._takes_signals)
-        for _ in range(self._num_faults):
+        for number in range(self._num_faults):
             machine.sleep(rng.random() * rng.choice([0.1, 3.0, 15.0, 70.0]))
             name = rng.choice(list(FAULTS))
-            if self._is_running() and FAULTS[name](self):
+            if number in self._kept_faults and self._is_running() and FAULTS[name](self):
                 self.faults[name] += 1
         self.programs.is_over = True
         if self._is_running() and not self.signals and rng.random() < 0.7:

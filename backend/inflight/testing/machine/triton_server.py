@@ -9,7 +9,7 @@ front end submits is checked as in `whole_server`; what its clients get is compa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count
@@ -35,6 +35,7 @@ from inflight.triton.host import ModelArgs
 
 from .answers import Ticket
 from .recording_client import RecordingClient
+from .run import ALL_FAULTS
 from .scheduler import Machine, Process
 from .threads import SimpleQueue
 from .whole_server import PATH, RunReport, WholeServer
@@ -140,8 +141,8 @@ class Ask:
 class ServerForTriton(WholeServer):
     """One run of a server with Triton's front ends."""
 
-    def __init__(self, seed: int, most_faults: int | None = None) -> None:
-        super().__init__(seed, most_faults)
+    def __init__(self, seed: int, kept_faults: Collection[int] = ALL_FAULTS) -> None:
+        super().__init__(seed, kept_faults)
         self.asks: dict[str, Ask] = {}
         self._names = count(1)
         self._stubs: dict[Process, tuple[FrontEnd, SimpleQueue[list[Ask] | None]]] = {}

@@ -13,7 +13,7 @@ import json
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from unittest.mock import patch
 from zlib import crc32
@@ -41,7 +41,7 @@ from .answers import Ticket, check_ticket
 from .closed_engine import FailingDevice, check_closed
 from .disk import Disk, EngineBlocks
 from .invariants import check_waits, checked
-from .run import MOST_FAULTS, RunReport, SimulatedRun
+from .run import ALL_FAULTS, MOST_FAULTS, RunReport, SimulatedRun
 from .scheduler import Machine, Process
 from .sockets import Network
 from .threads import Lock
@@ -57,12 +57,12 @@ class WholeServer(SimulatedRun):
 
     Args:
         seed: Chooses the requests, the settings, the faults, and the order of all threads.
-        most_faults: Only this many faults, the first ones, are caused; None: all.
+        kept_faults: See `SimulatedRun`.
     """
 
     _has_failing_devices = True
 
-    def __init__(self, seed: int, most_faults: int | None = None) -> None:
+    def __init__(self, seed: int, kept_faults: Collection[int] = ALL_FAULTS) -> None:
         scenario = draw(seed)
         self.machine = Machine(seed)
         self.network = Network(self.machine)
@@ -94,7 +94,7 @@ class WholeServer(SimulatedRun):
         self._fails = self.rng.choice([0.0, 0.0, 0.02, 0.2])
         self._has_slow_readers = self.rng.random() < 0.4
         has_faults, num_faults = self.rng.random() < 0.8, self.rng.randint(1, MOST_FAULTS)
-        self._num_faults = min(num_faults * has_faults, MOST_FAULTS if most_faults is None else most_faults)
+        self._num_faults, self._kept_faults = num_faults * has_faults, kept_faults
         self._fault_times: list[tuple[int, float]] = []
         self._failures_ns: list[int] = []
         self._devices: list[FailingDevice] = []
@@ -323,9 +323,11 @@ class WholeServer(SimulatedRun):
         for _ in range(self.rng.randint(1, 3)):
             self.machine.sleep(self.rng.random() * 3)
             self._start_front_end()
-        for _ in range(self._num_faults):
+        for number in range(self._num_faults):
             self.machine.sleep(self.rng.random() * self.rng.choice([0.1, 2.0, 10.0]))
-            self._cause(self.rng.choice(list(FAULTS)))
+            name = self.rng.choice(list(FAULTS))
+            if number in self._kept_faults:
+                self._cause(name)
         while self._engine is None:
             self.machine.sleep(0.5)
         self._chaos_is_over = True
