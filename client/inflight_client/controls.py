@@ -95,21 +95,21 @@ CONTROLS: dict[str, tuple[str, str, str, int, str]] = {
         "repetition_penalty",
         "float32",
         0,
-        "divides positive and multiplies negative logits of tokens seen, prompt included; 1: none",
+        "divides positive and multiplies negative logits of all tokens in the prompt and the output so far; 1: no penalty",
     ),
     "presence_penalty": (
         "presence_penalty",
         "presence_penalty",
         "float32",
         0,
-        "subtracted once from the logits of tokens seen, prompt included; 0: none",
+        "subtracted once from the logit of each token in the prompt and the output so far; 0: no penalty",
     ),
     "frequency_penalty": (
         "frequency_penalty",
         "frequency_penalty",
         "float32",
         0,
-        "subtracted from a token's logit for each time it was seen, prompt included; 0: none",
+        "subtracted from a token's logit for each of its occurrences in the prompt and the output so far; 0: no penalty",
     ),
     "min_length": (
         "min_length",
@@ -123,7 +123,7 @@ CONTROLS: dict[str, tuple[str, str, str, int, str]] = {
         "no_repeat_ngram_size",
         "int32",
         0,
-        "size n of n-grams that may not occur twice, prompt included; 0 or 2**30: off",
+        "size n: an n-gram of the prompt or the output is not generated again; 0 or 2**30: off",
     ),
     "length_penalty": (
         "length_penalty",

@@ -32,22 +32,24 @@ class SamplingControls(Typed):
             default.
         seed: seed of the random numbers; identical requests with the same seed get the same tokens; 0 by
             default. In this API: 0 by default; equal requests with equal seeds get equal tokens.
-        repetition_penalty: divides positive and multiplies negative logits of tokens seen, prompt included;
-            1: none. In this API: 1 by default; the penalty also applies to tokens of the prompt.
-        presence_penalty: subtracted once from the logits of tokens seen, prompt included; 0: none. In this
-            API: 0 by default; the penalty also applies to tokens of the prompt.
-        frequency_penalty: subtracted from a token's logit for each time it was seen, prompt included; 0:
-            none. In this API: 0 by default; the penalty also applies to tokens of the prompt.
+        repetition_penalty: divides positive and multiplies negative logits of all tokens in the prompt and
+            the output so far; 1: no penalty. In this API: 1 by default; the penalty also applies to tokens
+            of the prompt.
+        presence_penalty: subtracted once from the logit of each token in the prompt and the output so far;
+            0: no penalty. In this API: 0 by default; the penalty also applies to tokens of the prompt.
+        frequency_penalty: subtracted from a token's logit for each of its occurrences in the prompt and the
+            output so far; 0: no penalty. In this API: 0 by default; the penalty also applies to tokens of
+            the prompt.
         min_tokens: minimum number of tokens before an end id; 0 by default. In this API: 1 by default.
-        no_repeat_ngram_size: size n of n-grams that may not occur twice, prompt included; 0 or 2**30: off.
-            In this API: off by default; 0 and 1 << 30 mean off.
+        no_repeat_ngram_size: size n: an n-gram of the prompt or the output is not generated again; 0 or
+            2**30: off. In this API: off by default; 0 and 1 << 30 mean off.
         length_penalty: a beam's score is divided by its length to this power; 0 by default. In this API: 0
             by default.
-        early_stopping: once enough beams have finished, end the search at once (1), when no running beam is
-            better (0), or when none can become better (other values). In this API: 1 by default: a beam
-            search ends once enough beams have finished.
-        beam_search_diversity_rate: this number times a beam's index is added to the scores that rank its
-            candidates; 0 by default. In this API: 0 by default.
+        early_stopping: when a search with beam_width finished beams ends. 1: at once; 0: when no running
+            beam has a better score; other values: when no running beam can get a better score. In this API:
+            1 by default: a beam search ends once enough beams have finished.
+        beam_search_diversity_rate: this number times a beam's index is added to the scores of the beam's
+            next tokens when they are ranked; 0 by default. In this API: 0 by default.
     """
 
     beam_width: int = of_control("beam_width", 1)

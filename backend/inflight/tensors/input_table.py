@@ -109,15 +109,15 @@ _PROMPT = (
         text_names=("stream", "streaming"),
     ),
     _both("stop", "BOOL", "stop the request in flight that has this request's id"),
-    _both("state", "BOOL", "return the state of the batcher instead of generating"),
+    _both("state", "BOOL", "return the state of the server instead of generating"),
     _both("end_id", "INT32", "token id that ends the sequence; -1: none"),
-    _both("pad_id", "INT32", "token id that pads ragged outputs; default: -1"),
+    _both("pad_id", "INT32", "token id that pads shorter rows of outputs; default: -1"),
     TensorSpec(
         "stop_words_list",
         "INT32",
         (2, -1),
-        "words that end the output and are returned: all ids, then where each word ends: "
-        "[[5,7,3,9,2],[3,5,-1,-1,-1]]",
+        "words that end the output and are returned. First row: all ids; second row: where each word ends, as "
+        "in [[5,7,3,9,2],[3,5,-1,-1,-1]]",
     ),
     TensorSpec(
         "bad_words_list", "INT32", (2, -1), "words that are never generated, in the layout of stop_words_list"
@@ -182,7 +182,8 @@ _ADAPTERS = (
     _both(
         "prompt_embedding_table",
         "FP16",
-        "[rows, hidden_size]: id vocab_size + i stands for row i; all rows are inserted before a text_input",
+        "[rows, hidden_size]: token id vocab_size + i stands for row i; in a request with text_input, all rows "
+        "come before the text",
         (-1, -1),
         other_dtypes=("FP32", "BF16"),
     ),
@@ -191,7 +192,7 @@ _ADAPTERS = (
         "prompt_table_extra_ids",
         "UINT64",
         (-1,),
-        "one number per prompt token, 0 for text: KV blocks are shared only between prompts "
+        "one number per prompt token, 0 for text; KV blocks are shared only between prompts "
         "with equal numbers",
     ),
     _text_only("prompt_table_extra_id", "UINT64", "extra id of all rows of prompt_embedding_table"),
@@ -204,7 +205,7 @@ _ADAPTERS = (
     _both(
         "lora_weights",
         "FP16",
-        "[rows, width]: A, scaled B, and magnitudes of DoRA, padded with 0",
+        "[rows, width]: the matrices A and B, with B already scaled, and magnitudes of DoRA; padded with 0",
         (-1, -1),
         other_dtypes=("FP32", "BF16"),
     ),
@@ -256,7 +257,8 @@ _DRAFTS = (
     _both(
         "prompt_lookup_num_tokens",
         "INT32",
-        "most tokens to draft, by speculative_decoding_mode or else by prompt lookup; 0: the number of that mode",
+        "maximum number of draft tokens; they come from the speculative_decoding_mode, or from prompt lookup if no "
+        "mode is set; 0: the maximum of the mode, or no drafts if no mode is set",
     ),
     _text_only(
         "num_draft_tokens",
@@ -273,7 +275,7 @@ _PICTURES = (
     _both(
         "image_bytes_input",
         "UINT8",
-        "[pictures, height, width, 3] or [pictures, 3, height, width]: RGB pixels of pictures of text_input",
+        "[pictures, height, width, 3] or [pictures, 3, height, width]: RGB pixels of the pictures in text_input",
         (-1, -1, -1, -1),
     ),
     _both(
@@ -282,20 +284,20 @@ _PICTURES = (
         "[pictures, 2]: height and width of each picture in image_bytes_input, if the pictures are padded",
         (-1, 2),
     ),
-    _both("image_url_input", "BYTES", "URLs of pictures of text_input", (-1,)),
-    _llmapi("image_url", "BYTES", "URLs of pictures of text_input", dims=(-1,)),
+    _both("image_url_input", "BYTES", "URLs of the pictures in text_input", (-1,)),
+    _llmapi("image_url", "BYTES", "URLs of the pictures in text_input", dims=(-1,)),
     TensorSpec(
         "mrope_rotary_cos_sin",
         "FP32",
         (-1,),
-        "cosine and sine of each rotated pair of dimensions, for each prompt token: rotary positions of a prompt "
-        "with pictures, for models with multimodal rotary embedding",
+        "rotary positions of a prompt with pictures, for models with multimodal rotary embedding: for each "
+        "prompt token, cosine and sine of each rotated pair of dimensions",
     ),
     TensorSpec(
         "mrope_position_deltas",
         "INT64",
         (1,),
-        "with mrope_rotary_cos_sin: number added to the position of each generated token",
+        "number added to the position of each generated token; sent together with mrope_rotary_cos_sin",
     ),
 )
 
@@ -359,7 +361,7 @@ _OTHER_MODELS = (
         "context_phase_params",
         "UINT8",
         (-1,),
-        "state of a request whose context another server computed",
+        "state of a request after another server has computed its context",
         "this server computes both phases",
     ),
     _text_only(

@@ -78,7 +78,7 @@ OUTPUTS = TensorTable(
             "INT32",
             (1,),
             _NEW,
-            "number of generated tokens in this response, of the first beam",
+            "number of generated tokens of the first beam in this response",
         ),
         _asked(
             "cum_log_probs",
@@ -144,7 +144,7 @@ OUTPUTS = TensorTable(
             "BYTES",
             (1,),
             InStream.LAST,
-            "receipt of the prompt as JSON, with which `inflight verify` re-runs it (receipts.md)",
+            "receipt of the prompt as JSON; `inflight verify` uses it to run the prompt again (receipts.md)",
         ),
         of_other_models(
             "context_phase_params", "UINT8", (-1,), "never returned: this server computes both phases"
@@ -154,7 +154,7 @@ OUTPUTS = TensorTable(
             "BYTES",
             (1,),
             None,
-            "state of the batcher as JSON, for a state request",
+            "state of the server as JSON, for a state request",
             asked_by="state",
         ),
         _output(

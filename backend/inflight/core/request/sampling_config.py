@@ -280,7 +280,8 @@ class SamplingConfig:
         1.0,
         "FP32",
         _FACTOR,
-        "divides positive and multiplies negative logits of tokens seen, prompt included; 1: none",
+        "divides positive and multiplies negative logits of all tokens in the prompt and the output so far; "
+        "1: no penalty",
         example=1.125,
         looks_back=True,
         body=BodyField(
@@ -300,7 +301,7 @@ class SamplingConfig:
         0.0,
         "FP32",
         _ADDED,
-        "subtracted once from the logits of tokens seen, prompt included; 0: none",
+        "subtracted once from the logit of each token in the prompt and the output so far; 0: no penalty",
         example=0.5,
         looks_back=True,
         text_names=("presence_penalty", "sampling_param_presence_penalty"),
@@ -320,7 +321,8 @@ class SamplingConfig:
         0.0,
         "FP32",
         _ADDED,
-        "subtracted from a token's logit for each time it was seen, prompt included; 0: none",
+        "subtracted from a token's logit for each of its occurrences in the prompt and the output so far; "
+        "0: no penalty",
         example=0.5,
         looks_back=True,
         text_names=("frequency_penalty", "sampling_param_frequency_penalty"),
@@ -360,7 +362,7 @@ class SamplingConfig:
         0,
         "INT32",
         _at_least(0, " (0: off)"),
-        "size n of n-grams that may not occur twice, prompt included; 0 or 2**30: off",
+        "size n: an n-gram of the prompt or the output is not generated again; 0 or 2**30: off",
         example=3,
         is_off=lambda size: size >= NO_REPEAT_OFF,
         looks_back=True,
@@ -395,8 +397,8 @@ class SamplingConfig:
         0,
         "INT32",
         _at_least(0),
-        "once enough beams have finished, end the search at once (1), when no running beam is better (0), or when "
-        "none can become better (other values)",
+        "when a search with beam_width finished beams ends. 1: at once; 0: when no running beam has a better "
+        "score; other values: when no running beam can get a better score",
         example=2,
         other_dtypes=("BOOL",),
         body=BodyField(is_number=False),
@@ -408,7 +410,8 @@ class SamplingConfig:
         0.0,
         "FP32",
         _within(0.0, LARGEST),
-        "this number times a beam's index is added to the scores that rank its candidates; 0 by default",
+        "this number times a beam's index is added to the scores of the beam's next tokens when they are "
+        "ranked; 0 by default",
         example=0.5,
         executor=ExecutorField(_at_least(0), "0 by default"),
     )
