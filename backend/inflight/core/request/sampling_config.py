@@ -397,8 +397,8 @@ class SamplingConfig:
         0,
         "INT32",
         _at_least(0),
-        "when a search with beam_width finished beams ends. 1: at once; 0: when no running beam has a better "
-        "score; other values: when no running beam can get a better score",
+        "end of a beam search that has beam_width finished beams. 1: at once; 0: when no running beam has a "
+        "better score; other values: when no running beam can get a better score",
         example=2,
         other_dtypes=("BOOL",),
         body=BodyField(is_number=False),
