@@ -349,7 +349,7 @@ COUNTERS: tuple[CounterFamily, ...] = (
     ),
     CounterFamily(
         "inflight_failed_requests_total",
-        "Requests that the batcher refused and requests that ended with an error, by Triton's error code",
+        "Requests that the engine refused, and requests that ended with an error, by Triton's error code",
         "requests",
         lambda metrics: metrics.failed,
         "code",
@@ -375,9 +375,9 @@ COUNTERS: tuple[CounterFamily, ...] = (
     ),
     CounterFamily(
         "inflight_saved_kv_blocks_total",
-        "KV blocks that were saved in host memory or files (saved), that were loaded from there (loaded), or that "
-        "were computed again instead (unread). Blocks are computed again if the saved blocks were lost, or if "
-        "computing is faster",
+        "KV blocks that were saved in host memory or files (saved), that were loaded from host memory or files "
+        "(loaded), or that were computed again although they had been saved (unread). Saved blocks are computed again "
+        "if they were lost, or if computing is faster than loading",
         "blocks",
         lambda metrics: {
             "saved": metrics.num_saved_blocks,
@@ -496,7 +496,7 @@ LEVELS: tuple[LevelFamily, ...] = (
     LevelFamily(
         "inflight_kv_cache_tier_max_bytes",
         "Maximum size of saved KV blocks, in host memory (host) and in files (disk). 0 means that no blocks are "
-        "saved there",
+        "saved in this medium",
         "bytes",
         _by_medium(lambda tier: tier.max_bytes),
         "medium",
