@@ -255,14 +255,14 @@ def _in_type(oracle: Any, dtype: str) -> Any:
 
 
 def _of_four_bits(model: ZooModel, folder: Path) -> str:
-    """Return whether a GPTQ checkpoint of the model is compiled, unpacked or refused."""
+    """Return whether a GPTQ checkpoint of the model is compiled, dequantized or refused."""
     try:
         write(model, folder, FORMATS["gptq-one-group"], dtype="bfloat16")
         decoder = load_engine(folder).runner.decoder
     except ConfigError:
         return "–"
     if not isinstance(decoder, NativeDecoder):
-        return "unpacked"
+        return "dequantized"
     # An input projection of gated DeltaNet has parts that these formats leave in 16 bits.
     assert {layer.struct.output.kind for layer in decoder._packed} == {2}
     return "compiled"
