@@ -39,7 +39,7 @@ CONTROLS: dict[str, tuple[str, str, str, int, str]] = {
         "runtime_top_k",
         "int32",
         0,
-        "keep the k likeliest; 0: all",
+        "keep the k likeliest tokens; 0: all",
     ),
     "top_p": (
         "top_p",

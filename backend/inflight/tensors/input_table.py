@@ -105,7 +105,7 @@ _PROMPT = (
     _both(
         "streaming",
         "BOOL",
-        "send a response after every iteration instead of one at the end",
+        "send a response after every iteration instead of one response at the end",
         text_names=("stream", "streaming"),
     ),
     _both("stop", "BOOL", "stop the request in flight that has this request's id"),
@@ -161,7 +161,7 @@ _WANTED = (
     _flag("return_prompt_log_probs", "adds output prompt_log_probs"),
     _flag(
         "return_perf_metrics",
-        "adds outputs with times and counts of KV blocks and draft tokens",
+        "adds outputs: times, numbers of KV blocks, numbers of draft tokens",
         ("return_kv_cache_reuse_stats",),
         "sampling_param_return_perf_metrics",
     ),
@@ -192,14 +192,14 @@ _ADAPTERS = (
         "prompt_table_extra_ids",
         "UINT64",
         (-1,),
-        "one number per prompt token, 0 for text; KV blocks are shared only between prompts "
-        "with equal numbers",
+        "one extra id per prompt token, 0 for text; KV blocks are shared only between prompts "
+        "with equal extra ids",
     ),
     _text_only("prompt_table_extra_id", "UINT64", "extra id of all rows of prompt_embedding_table"),
     _both(
         "lora_task_id",
         "UINT64",
-        "id of the LoRA adapter; the first request with it also needs lora_weights",
+        "id of the LoRA adapter; the first request with this id also needs lora_weights",
         text_names=("lora_task_id", "lora_id"),
     ),
     _both(

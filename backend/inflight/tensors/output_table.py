@@ -41,7 +41,7 @@ OUTPUTS = TensorTable(
             "output_ids",
             "INT32",
             (-1, -1),
-            "[beams, n] token ids; in a stream only the new ones",
+            "[beams, n] token ids; in a stream only the new ids",
             in_stream=_NEW,
         ),
         TensorSpec(
@@ -133,7 +133,7 @@ OUTPUTS = TensorTable(
         _metric("kv_cache_missed_blocks", "full blocks of prompt tokens not found in the cache"),
         _metric("kv_cache_alloc_total_blocks", "equal to kv_cache_alloc_new_blocks"),
         _metric("arrival_time_ns", "when the request was queued, on a monotonic clock", "INT64"),
-        _metric("first_scheduled_time_ns", "when the first iteration began", "INT64"),
+        _metric("first_scheduled_time_ns", "when the request's first iteration began", "INT64"),
         _metric("first_token_time_ns", "when the first token was generated", "INT64"),
         _metric("last_token_time_ns", "when the last token was generated; 0 until then", "INT64"),
         _metric("acceptance_rate", "accepted / verified draft tokens; 0 without draft tokens", "FP32"),
@@ -147,7 +147,10 @@ OUTPUTS = TensorTable(
             "receipt of the prompt as JSON; `inflight verify` uses it to run the prompt again (receipts.md)",
         ),
         of_other_models(
-            "context_phase_params", "UINT8", (-1,), "never returned: this server computes both phases"
+            "context_phase_params",
+            "UINT8",
+            (-1,),
+            "never returned: this server computes the context and generation phases",
         ),
         _output(
             "state",
@@ -170,7 +173,7 @@ ADDITIONAL_OUTPUTS = (
         "FP32",
         (-1, -1),
         InStream.FIRST,
-        "[prompt tokens, width] of an additional output (additional-outputs.md)",
+        "[prompt tokens, width] values of an additional output (additional-outputs.md)",
         "additional_outputs",
     ),
     _asked(
@@ -178,7 +181,7 @@ ADDITIONAL_OUTPUTS = (
         "FP32",
         (-1, -1, -1),
         _NEW,
-        "[sequences, n, width] of an additional output",
+        "[sequences, n, width] values of an additional output",
         "additional_outputs",
     ),
 )

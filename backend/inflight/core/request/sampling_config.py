@@ -137,7 +137,7 @@ class SamplingConfig:
         0,
         "INT32",
         _at_least(0, " (0 keeps every token)"),
-        "keep the k likeliest; 0: all",
+        "keep the k likeliest tokens; 0: all",
         tensor="runtime_top_k",
         example=50,
         draws=True,
@@ -387,7 +387,8 @@ class SamplingConfig:
         body=BodyField(
             1.0,
             {"ge": 0},
-            meaning="a beam's score is its log probability divided by its length to this power",
+            meaning="a beam's length is raised to this power. The beam's score is its log probability divided "
+            "by the result",
         ),
         executor=ExecutorField(_at_least(0), "0 by default"),
         client_aliases=("len_penalty",),
