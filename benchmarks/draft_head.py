@@ -84,8 +84,8 @@ def measure(
 ) -> list[dict]:
     """Return a row for each engine with medians over `rounds`; the engines take turns.
 
-    `to_plain` has the quartiles of the speed divided by that of the plain engine in the same round. Ratios are taken
-    within a round, because the speed of a shared machine changes between rounds.
+    `to_plain` has the quartiles of the speed divided by the plain engine's speed in the same round. Ratios are
+    taken within a round, because the speed of a shared machine changes between rounds.
     """
     schedulers = {
         name: Scheduler(

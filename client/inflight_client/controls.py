@@ -95,7 +95,7 @@ CONTROLS: dict[str, tuple[str, str, str, int, str]] = {
         "repetition_penalty",
         "float32",
         0,
-        "divides positive and multiplies negative logits of all tokens in the prompt and the output so far; 1: no penalty",
+        "divides positive and multiplies negative logits of tokens in the prompt and output so far; 1: no penalty",
     ),
     "presence_penalty": (
         "presence_penalty",
@@ -109,7 +109,7 @@ CONTROLS: dict[str, tuple[str, str, str, int, str]] = {
         "frequency_penalty",
         "float32",
         0,
-        "subtracted from a token's logit for each of its occurrences in the prompt and the output so far; 0: no penalty",
+        "subtracted from a token's logit for each occurrence in the prompt and the output so far; 0: no penalty",
     ),
     "min_length": (
         "min_length",

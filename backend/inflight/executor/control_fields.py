@@ -32,14 +32,14 @@ class SamplingControls(Typed):
             default.
         seed: seed of the random numbers; identical requests with the same seed get the same tokens; 0 by
             default. In this API: 0 by default; equal requests with equal seeds get equal tokens.
-        repetition_penalty: divides positive and multiplies negative logits of all tokens in the prompt and
-            the output so far; 1: no penalty. In this API: 1 by default; the penalty also applies to tokens
-            of the prompt.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt and
+            output so far; 1: no penalty. In this API: 1 by default; the penalty also applies to tokens of
+            the prompt.
         presence_penalty: subtracted once from the logit of each token in the prompt and the output so far;
             0: no penalty. In this API: 0 by default; the penalty also applies to tokens of the prompt.
-        frequency_penalty: subtracted from a token's logit for each of its occurrences in the prompt and the
-            output so far; 0: no penalty. In this API: 0 by default; the penalty also applies to tokens of
-            the prompt.
+        frequency_penalty: subtracted from a token's logit for each occurrence in the prompt and the output
+            so far; 0: no penalty. In this API: 0 by default; the penalty also applies to tokens of the
+            prompt.
         min_tokens: minimum number of tokens before an end id; 0 by default. In this API: 1 by default.
         no_repeat_ngram_size: size n: an n-gram of the prompt or the output is not generated again; 0 or
             2**30: off. In this API: off by default; 0 and 1 << 30 mean off.

@@ -376,8 +376,8 @@ COUNTERS: tuple[CounterFamily, ...] = (
     CounterFamily(
         "inflight_saved_kv_blocks_total",
         "KV blocks that were saved in host memory or files (saved), that were loaded from host memory or files "
-        "(loaded), or that were computed again although they had been saved (unread). Saved blocks are computed again "
-        "if they were lost, or if computing is faster than loading",
+        "(loaded), or that were computed again although they had been saved (unread). Saved blocks are computed "
+        "again if they were lost, or if computing is faster than loading",
         "blocks",
         lambda metrics: {
             "saved": metrics.num_saved_blocks,

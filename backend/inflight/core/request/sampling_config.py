@@ -280,7 +280,7 @@ class SamplingConfig:
         1.0,
         "FP32",
         _FACTOR,
-        "divides positive and multiplies negative logits of all tokens in the prompt and the output so far; "
+        "divides positive and multiplies negative logits of tokens in the prompt and output so far; "
         "1: no penalty",
         example=1.125,
         looks_back=True,
@@ -321,7 +321,7 @@ class SamplingConfig:
         0.0,
         "FP32",
         _ADDED,
-        "subtracted from a token's logit for each of its occurrences in the prompt and the output so far; "
+        "subtracted from a token's logit for each occurrence in the prompt and the output so far; "
         "0: no penalty",
         example=0.5,
         looks_back=True,
