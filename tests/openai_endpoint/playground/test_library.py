@@ -131,12 +131,39 @@ def test_exported_conversations_are_imported_by_another_browser(open_page) -> No
     assert without_ids(again) == without_ids(everything["conversations"])
 
 
+def test_a_conversation_with_a_request_that_was_not_sent_is_opened_and_imported(open_page) -> None:
+    page = open_page()
+    answer(page)
+    say(page, "Hello")
+    say(page, "Once more")
+    setting(page, max_tokens="many")
+    say(page, "Not now")
+    assert page.locator(".error .heading").inner_text() == "Not sent"
+    page.click("#new")
+    page.click("#open-library")
+    page.get_by_role("button", name="Hello").click()
+    assert page.locator(".user .text").all_text_contents() == ["Hello", "Once more", "Not now"]
+    everything = exported(page)
+    assert everything["conversations"][0]["chat"][-1] == {"answers": [], "chosen": 0, "prompt": None}
+
+    other = open_page()
+    other.click("#open-library")
+    assert imported(other, json.dumps(everything)) == "Imported: 1"
+    other.get_by_role("button", name="Hello").click()
+    answer(other, "Now")
+    other.get_by_role("button", name="Generate again").last.click()
+    wait_for_end(other)
+    assert texts(other) == ["Now"]
+
+
 def test_a_file_of_another_form_is_refused(open_page) -> None:
     page = open_page()
     page.click("#open-library")
     talk = {"id": "x", "mode": "chat", "chat": [], "completions": []}
     turn = {"answers": [{"text": "yes"}], "chosen": "length"}
+    none = {"answers": [], "chosen": 1}
     wrong = [{"chat": [{"text": 7}]}, {"mode": "__proto__"}, {"completions": [turn]}, {"id": None}]
+    wrong.append({"chat": [none]})
     files: list[Any] = [{"inflight_playground": 2, "conversations": []}, {"inflight_playground": 1}]
     files += [{"inflight_playground": 1, "conversations": [{**talk, **change}]} for change in wrong]
     for content in ["no JSON", *map(json.dumps, files)]:

@@ -153,8 +153,9 @@ class Turn {
     this.element.removeAttribute("aria-busy");
   }
 
-  /** Restore kept answers. */
+  /** Restore kept answers. A request that was not sent has none. */
   restore(answers, chosen) {
+    if (!answers.length) return;
     this.#begin({ n: answers.length });
     this.answers.forEach((answer, i) => answer.restore(answers[i]));
     this.choose(chosen);

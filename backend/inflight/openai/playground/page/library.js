@@ -154,7 +154,8 @@ function checkedConversation({ id, title = "", system = "", mode: kind, chat: en
 
 function checkedEntry({ text, pictures = [], answers, chosen = 0, prompt = null }) {
   if (text !== undefined) return { text: textOf(text), ...(pictures.length && { pictures: pictures.map(pictureOf) }) };
-  if (!answers.length || !Number.isInteger(chosen) || !(chosen in answers)) throw new TypeError("an entry has no answer that is chosen");
+  const isChosen = Number.isInteger(chosen) && (answers.length ? chosen in answers : chosen === 0); // without answers if it was not sent
+  if (!isChosen) throw new TypeError("an entry has no answer that is chosen");
   return { answers: answers.map(checkedAnswer), chosen, prompt: prompt === null ? null : textOf(prompt) };
 }
 
