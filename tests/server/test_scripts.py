@@ -11,6 +11,8 @@ import shutil
 import subprocess
 import sys
 import venv
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec
 from pathlib import Path
 
 import pip
@@ -301,6 +303,25 @@ def test_helm_is_installed_for_the_tests_alone(checkout: Path, purpose: str, has
 @pytest.mark.parametrize("script", PROGRAMS)
 def test_the_version_is_printed_before_anything_is_installed(checkout: Path, script: str):
     assert answer(checkout, script, "--version") == f"inflight {package_version()}\n"
+
+
+@pytest.mark.parametrize("script", ["train_demo_model", "train_draft_head"])
+def test_the_help_of_a_training_script_needs_no_installation(checkout: Path, script: str):
+    (checkout / "backend").symlink_to(ROOT / "backend")
+    command = [sys.executable, "-S", checkout / "scripts" / script]  # -S: without installed packages
+    for option, start in (("--help", f"usage: scripts/{script} "), ("--version", "inflight ")):
+        said = subprocess.run([*command, option], capture_output=True, text=True, timeout=60)
+        assert (said.returncode, said.stderr) == (0, "") and said.stdout.startswith(start)
+    assert not (checkout / ".venv").exists()
+
+
+def test_a_model_in_another_folder_leaves_the_page_about_the_demo_model_as_it_is(tmp_path: Path, monkeypatch):
+    loader = SourceFileLoader("train_demo_model", str(ROOT / "scripts" / "train_demo_model"))
+    module = module_from_spec(importlib.util.spec_from_loader("train_demo_model", loader))
+    loader.exec_module(module)
+    for output, page in ((["--output", str(tmp_path)], None), ([], ROOT / "docs/demo-model.md")):
+        monkeypatch.setattr(sys, "argv", ["train_demo_model", *output])
+        assert module.arguments().docs == page
 
 
 @pytest.mark.parametrize("script", ["check", "docs", "test", "wheel", "write_configs"])
