@@ -36,6 +36,16 @@ def test_a_port_in_use_is_refused_with_its_flag() -> None:
             resolve_ports(LOCALHOST, Ports(grpc=port))
 
 
+def test_all_ports_in_use_are_named_at_once() -> None:
+    with socket.create_server((LOCALHOST, 0)) as one, socket.create_server((LOCALHOST, 0)) as other:
+        http, openai = one.getsockname()[1], other.getsockname()[1]
+        with pytest.raises(OptionError, match=rf"port {http} .*--http-port.*; port {openai} .*--port,"):
+            resolve_ports(LOCALHOST, Ports(http=http, openai=openai))
+    with pytest.raises(OptionError, match="no such address") as refused:
+        resolve_ports("192.0.2.1", Ports())
+    assert str(refused.value).count("no such address") == 1
+
+
 @pytest.mark.parametrize("host", [LOCALHOST, "0.0.0.0"])
 def test_a_reserved_port_is_chosen_by_nobody_but_its_server(host: str) -> None:
     with reserve_ports(host, Ports()) as ports, reserve_ports(host, ports) as again:

@@ -66,16 +66,28 @@ def reserve_ports(address: str, asked: Ports) -> Generator[Ports]:
     Each port has a socket that is bound to it but does not listen. With SO_REUSEADDR on both sockets, Linux lets
     a server bind to the port and listen; no socket is given the port as a free one.
 
-    Raises OptionError with the flag if a port is taken.
+    Raises OptionError with the flag of each port that is taken.
     """
     _check_different(asked)
+    problems: list[str] = []
     with contextlib.ExitStack() as held:
-        yield Ports(
-            http=_claim(held, address, asked.http, "--http-port"),
-            grpc=_claim(held, address, asked.grpc, "--grpc-port"),
-            metrics=_claim(held, address, asked.metrics, "--metrics-port"),
-            openai=None if asked.openai is None else _claim(held, address, asked.openai, "--port"),
+
+        def claim(port: int, flag: str) -> int:
+            try:
+                return _claim(held, address, port, flag)
+            except OptionError as error:
+                problems.append(str(error))
+                return port
+
+        ports = Ports(
+            http=claim(asked.http, "--http-port"),
+            grpc=claim(asked.grpc, "--grpc-port"),
+            metrics=claim(asked.metrics, "--metrics-port"),
+            openai=None if asked.openai is None else claim(asked.openai, "--port"),
         )
+        if problems:
+            raise OptionError("; ".join(dict.fromkeys(problems)))
+        yield ports
 
 
 def _check_different(asked: Ports) -> None:
