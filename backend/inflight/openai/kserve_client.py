@@ -109,6 +109,7 @@ class KServeEngineClient:
         self._description: EngineDescription | None = None
         self._config: object = None  # source of `_description`; None: to be read again
         self._seen_s = 0.0
+        self._is_away = False
         self._connection: Connection | None = None
         self._streams: KServeStreams | None = None
         self._loop = asyncio.new_event_loop()
@@ -121,9 +122,15 @@ class KServeEngineClient:
             if self._description is None or time.monotonic() - self._seen_s > _FRESH_S:
                 try:
                     config = self._call(self._ask_config(), _CONFIG_S)
-                except InflightError:
+                except InflightError as error:
                     self._config = None  # the next answer may come from another engine
+                    if (
+                        not self._is_away and not self._closed
+                    ):  # only the first of consecutive failures is logged
+                        _log.warning("%s", error)
+                    self._is_away = True
                     raise
+                self._is_away = False
                 if config != self._config or self._description is None:
                     self._description = self._described(config, self._description)
                 self._seen_s = time.monotonic()
