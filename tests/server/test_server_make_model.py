@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from inflight.testing.make_model import (
     ARCHITECTURES,
@@ -33,6 +33,22 @@ def test_an_empty_name_is_not_the_current_folder(capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit):
         main(["--out", ""])
     assert "--out: expected the name of a folder, got ''" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors", "model.gguf"])
+def test_weights_of_another_model_are_not_replaced(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file({"weight": torch.ones(1)}, tmp_path / name, metadata={"format": "pt"})
+    with pytest.raises(SystemExit):
+        main(["--out", str(tmp_path)])
+    assert f"argument --out: {tmp_path / name} was not written by this command" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_random_weights_are_replaced(tmp_path: Path) -> None:
+    for seed in ("1", "2"):
+        assert main(["--out", str(tmp_path), "--seed", seed]) == 0
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--seed", str(2**63)), ("--seed", "-1"), ("--std", "-0.1")])

@@ -72,6 +72,9 @@ ARCHITECTURES = {
 }
 DTYPES = ("float32", "bfloat16", "float16")
 _MXFP4 = "mxfp4"
+_MARK = "inflight_random_weights"
+"""Key in the metadata of the written weights: they may be replaced."""
+_MAX_HEAD = 2**27 - 1  # a larger number is not the length of a head
 QUANTIZED_FORMATS = ("awq", "gptq", "int4", "int8", "fp8", _MXFP4)
 """The formats of `testing/quantize.py`. Repeated here, because this module must not import torch."""
 
@@ -125,7 +128,7 @@ def make_model(
     if quantize is not None:
         weights, described = quantize_weights(quantize, weights, stored)
         _write_json(out / "config.json", config(family, sizes, dtype) | {"quantization_config": described})
-    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt", _MARK: "true"})
     (out / "model.safetensors").chmod(0o644)  # save_file makes it readable by the owner only
     ids: dict[str, object] = {"bos_token_id": BEGIN_ID, "eos_token_id": END_ID, "pad_token_id": PADDING_ID}
     _write_json(out / "generation_config.json", ids)
@@ -238,6 +241,21 @@ def _gpt2_config(shape: Shape) -> dict[str, object]:
     }
 
 
+def _foreign_weights(folder: Path) -> Path | None:
+    """Return a file of weights in a folder that this program did not write; None if there is none."""
+    for pattern in ("*.safetensors", "*.bin", "*.gguf", "*.pth"):
+        for path in sorted(folder.glob(pattern)):
+            if path.suffix != ".safetensors" or _MARK.encode() not in _head(path):
+                return path
+    return None
+
+
+def _head(path: Path) -> bytes:
+    """Return the JSON at the beginning of a safetensors file."""
+    with path.open("rb") as file:
+        return file.read(int.from_bytes(file.read(8), "little") & _MAX_HEAD)
+
+
 def _write_json(path: Path, value: dict[str, object]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
@@ -278,6 +296,11 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"argument --seed: expected a number up to {_MAX_SEED}, got {given.seed}")
     if given.std < 0:
         parser.error(f"argument --std: expected a number from 0, got {given.std:g}")
+    if foreign := _foreign_weights(given.out):
+        parser.error(
+            f"argument --out: {foreign} was not written by this command: expected a new folder, or that of "
+            "a model with random weights"
+        )
     from rich.console import Console
     from rich.progress import Progress
 
