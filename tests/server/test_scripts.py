@@ -317,7 +317,9 @@ def test_the_help_of_a_training_script_needs_no_installation(checkout: Path, scr
 
 def test_a_model_in_another_folder_leaves_the_page_about_the_demo_model_as_it_is(tmp_path: Path, monkeypatch):
     loader = SourceFileLoader("train_demo_model", str(ROOT / "scripts" / "train_demo_model"))
-    module = module_from_spec(importlib.util.spec_from_loader("train_demo_model", loader))
+    spec = importlib.util.spec_from_loader("train_demo_model", loader)
+    assert spec is not None
+    module = module_from_spec(spec)
     loader.exec_module(module)
     for output, page in ((["--output", str(tmp_path)], None), ([], ROOT / "docs/demo-model.md")):
         monkeypatch.setattr(sys, "argv", ["train_demo_model", *output])
