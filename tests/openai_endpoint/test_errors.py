@@ -420,7 +420,9 @@ def test_the_engines_refusal_of_a_long_prompt_has_openais_code() -> None:
             assert (status, body["error"]["code"]) == (400, "context_length_exceeded"), error
 
 
-def test_an_engine_that_has_not_started_is_not_one_that_was_lost(tmp_path: Path) -> None:
+def test_an_engine_that_has_not_started_is_not_one_that_was_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = SocketEngineClient(str(tmp_path / "engine.sock"))
     with contextlib.closing(engine), pytest.raises(Unavailable) as caught:
         engine.describe()
@@ -430,6 +432,8 @@ def test_an_engine_that_has_not_started_is_not_one_that_was_lost(tmp_path: Path)
     ):
         status, body = describe_error(error)
         assert (status, body["error"]["message"]) == (503, f"{state}; a later attempt may succeed")
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == ["it has gone"]  # a server that loads its model is in order
 
 
 def test_errors_of_an_adapter_name_the_parameter_model() -> None:

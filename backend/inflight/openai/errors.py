@@ -159,8 +159,9 @@ def describe_error(error: BaseException) -> tuple[int, dict[str, Any]]:
     if isinstance(error, ApiError):
         return error.status, error_body(error.status, str(error), error.param, error.error_code)
     if isinstance(error, Unreachable):
-        _log_once(str(error))
         is_loading = isinstance(error, NotStarted)
+        if not is_loading:  # otherwise the client of the engine has logged that it waits
+            _log_once(str(error))
         state = "the model is still loading" if is_loading else "the engine cannot be reached now"
         error = Unavailable(f"{state}; a later attempt may succeed")
     if isinstance(error, InflightError):
