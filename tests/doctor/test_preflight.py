@@ -46,6 +46,25 @@ def test_the_demo_model_has_no_problem() -> None:
     assert not [*preflight.problems(options), *preflight.warnings(options)]
 
 
+@pytest.mark.parametrize("name", ["tensorrt_llm", "tensorrt_llm_draft"])
+def test_a_repository_that_names_a_missing_checkpoint(tmp_path: Path, name: str) -> None:
+    repository = tmp_path / "models"
+    shutil.copytree(default_repository(), repository)
+    shutil.copytree(repository / "tensorrt_llm", repository / "tensorrt_llm_draft")
+    draft = repository / "tensorrt_llm_draft" / "config.pbtxt"
+    draft.write_text(draft.read_text().replace('name: "tensorrt_llm"', 'name: "tensorrt_llm_draft"'))
+    settings = {"tensorrt_llm_draft_model_name": "tensorrt_llm_draft"}
+    options = ServerOptions(repository, Wanted(None, settings=settings))
+    assert not [*preflight.problems(options)]
+    config = repository / name / "config.pbtxt"
+    config.write_text(config.read_text().replace("${engine_dir}", str(tmp_path / "large")))
+    (found,) = preflight.problems(options)
+    assert found == (
+        f"gpt_model_path of the model {name}: {tmp_path}/large is not a folder, expected a Hugging Face "
+        "checkpoint folder"
+    )
+
+
 def test_an_eagle_head_of_another_model(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "llama-gqa")
     head = make_random_head(tmp_path / "head", model)
@@ -83,11 +102,15 @@ def test_models_that_cannot_be_divided_among_the_ranks(tmp_path: Path) -> None:
     heads = ((model.folder, "eagle3", head.folder), (own.folder, "mtp", None))
     for folder, mode, of_folder in heads:
         wanted = Wanted(folder, speculate=mode, draft_model=of_folder)
-        assert of_ranks(wanted, 2, 1) == []
-        (found,) = of_ranks(wanted, 1, 2)
-        assert found.startswith(
-            f"pipeline_parallel_size is 2, expected 1: speculative_decoding_mode is {mode}"
-        )
+        assert of_ranks(wanted, 2, 1) == of_ranks(wanted, 1, 2) == []
+    gemma = make_target(tmp_path / "gemma", "gemma4")
+    wanted = Wanted(
+        gemma.folder, speculate="mtp:3", draft_model=make_head(tmp_path / "of-gemma", gemma).folder
+    )
+    (found,) = of_ranks(wanted, 1, 2)
+    assert found.startswith(
+        "pipeline_parallel_size is 2, expected at most 1: layers 0 to 2 must be in one stage"
+    )
     small = Wanted(model.folder, kv_cache_dir=tmp_path, kv_cache_disk_bytes=1024)
     (found,) = of_ranks(small, 2, 1)
     assert found.startswith(

@@ -200,6 +200,9 @@ def _parameters(options: ServerOptions) -> Parameters | None:
         repository = lay_out(options, Path(target, "models"))
         if _ENGINE not in repository.models:
             return None
+        if options.write_repository is None:  # otherwise the folders may be those of another machine
+            for name in (_ENGINE, *sorted(repository.drafts)):
+                _check_configured(name, read_engine_parameters(repository.path, name).engine)
         parameters = read_engine_parameters(repository.path, _ENGINE)
         engine = parameters.engine
         engine.validate()
@@ -208,6 +211,17 @@ def _parameters(options: ServerOptions) -> Parameters | None:
         if parameters.kv_cache_dir is not None or options.wanted.kv_cache_disk_bytes is None:
             parameters.validate_saved_blocks()
         return parameters
+
+
+def _check_configured(name: str, engine: EngineConfig) -> None:
+    """Raise ConfigError if the checkpoint that an engine's config.pbtxt names is not there."""
+    folder = engine.gpt_model_path
+    if folder is None or is_gguf(Path(folder)) or is_engine_folder(Path(folder)):
+        return
+    try:
+        read_config_file(folder)
+    except ConfigError as error:
+        raise ConfigError(f"gpt_model_path of the model {name}: {error}") from None
 
 
 def _saved_blocks(options: ServerOptions, folder: str | None) -> str | None:
