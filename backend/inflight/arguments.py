@@ -34,6 +34,13 @@ def program_name(script: str) -> str:
     return sys.argv[0] if sys.argv[0].startswith("inflight ") else script
 
 
+def command_of(script: str) -> str:
+    """Return what starts another program: `inflight COMMAND` if this one was started so, otherwise `script`."""
+    if not sys.argv[0].startswith("inflight "):
+        return script
+    return f"inflight {Path(script).name.replace('_', '-')}"
+
+
 def why_not_writable(folder: Path) -> str | None:
     """Return why no file can be made in a folder, or in the nearest existing one above it; None if it can be."""
     try:

@@ -1,6 +1,7 @@
 """The command line, up to the start of a process."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,19 @@ def test_missing_or_contradicting_plans_are_refused(
 ) -> None:
     assert cli.main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("program", "build"), [("scripts/serve", "scripts/build"), ("inflight serve", "inflight build")]
+)
+def test_the_command_that_writes_plans_is_named_as_this_user_types_it(
+    program: str, build: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [program])
+    assert cli.main(["--engine", "tensorrt"]) == 2
+    assert f"a folder that {build} wrote" in capsys.readouterr().err
+    assert cli.main(["--engine-dir", "somewhere"]) == 2
+    assert f"no plans in that folder; {build} writes them" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

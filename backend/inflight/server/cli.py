@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TextIO, cast
 
-from inflight.arguments import program_name, why_not_writable
+from inflight.arguments import command_of, why_not_writable
 from inflight.engine_folder import is_engine_folder
 from inflight.log_lines import ACCESS_LOG_VARIABLE, asks_for_json, open_log
 from inflight.openai.options import API_KEYS_VARIABLE, OpenAiOptions, read_arguments
@@ -172,7 +172,7 @@ def _openai_options(given: argparse.Namespace) -> OpenAiOptions:
 
 def _check_engine(given: argparse.Namespace) -> None:
     """Raise OptionError if --engine and --engine-dir contradict each other."""
-    folder, build = given.engine_dir, program_name("scripts/build")
+    folder, build = given.engine_dir, command_of("scripts/build")
     if folder is not None and given.engine not in (None, "tensorrt"):
         raise OptionError(f"--engine-dir {folder} is for --engine tensorrt, not {given.engine}")
     if folder is not None and not is_engine_folder(folder):
