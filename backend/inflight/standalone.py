@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -98,9 +99,12 @@ def _serve(options: ServerOptions, folder: Path, ports: Ports, log: TextIO) -> i
     for process in (openai, pictures):
         if process:
             process.start()
+    interrupts = _note_interrupts()
     try:
         running = _start_engine(parameters, repository, socket, partial(_end, log))
         try:
+            if interrupts:
+                return _INTERRUPTED
             with Signals() as signals:
                 ready = f"READY openai={openai.url} model={repository.checkpoint}"
                 return _run(options, openai, pictures, signals, ready, running.prepare_guides)
@@ -110,6 +114,21 @@ def _serve(options: ServerOptions, folder: Path, ports: Ports, log: TextIO) -> i
         for process in (openai, pictures):
             if process:
                 process.kill()
+
+
+def _note_interrupts() -> list[int]:
+    """Return a list to which every SIGINT is added from now on, beside raising KeyboardInterrupt.
+
+    The exception alone can be lost: Python ignores what is raised in a callback of its garbage collector.
+    """
+    received: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, note)
+    return received
 
 
 def _read_parameters(repository: RuntimeRepository) -> Parameters:
