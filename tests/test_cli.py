@@ -358,3 +358,12 @@ def test_a_wrong_environment_variable_is_an_error_of_every_command(
         parser_of(command).parse_args(["a_receipt_or_file"] if command != "serve" else [])
     written = capsys.readouterr().err
     assert status.value.code == 2 and said in written and "secret" not in written
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "argv", ["inflight"])
+    monkeypatch.setattr(cli.runpy, "run_module", interrupt)
+    assert cli.main(["serve"]) == 130

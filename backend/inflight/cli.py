@@ -41,6 +41,7 @@ EXTRAS = {"matplotlib": "bench", "tritonclient": "kserve"}
 _BUNDLED = Path(__file__).parent / "bundled"
 _FAILED = 1
 _WRONG_USAGE = 2
+_INTERRUPTED = 130
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -68,6 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(command: str, rest: list[str]) -> int:
     """Run a subcommand's program with the options `rest`; return 0, or exit with the program's status.
 
+    Return 130 if Ctrl-C ends the program before it handles signals itself.
     If a package of an extra is not installed, print how to install it and return 1.
     """
     module, _ = COMMANDS[command]
@@ -76,6 +78,8 @@ def _run(command: str, rest: list[str]) -> int:
     sys.argv[:] = [f"inflight {command}", *rest]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=False)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRAS:
