@@ -270,6 +270,9 @@ def test_a_check_that_lacks_a_package_or_fails_is_a_finding():
 
         return []
 
+    def breaks() -> list[Finding]:
+        raise ImportError("libbroken.so: cannot open it")
+
     def fails() -> list[Finding]:
         raise ValueError("first line\nsecond")
 
@@ -278,6 +281,8 @@ def test_a_check_that_lacks_a_package_or_fails_is_a_finding():
         found.level is RED
         and found.says == "cannot be examined: the package no_such_package is not installed"
     )
+    found = only(examine("broken", breaks))
+    assert found.level is RED and found.says == "cannot be examined: libbroken.so: cannot open it"
     found = only(examine("b", fails))
     assert found.level is RED and found.says.endswith("ValueError: first line")
 

@@ -62,7 +62,8 @@ def examine(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
         return list(check())
     except ImportError as error:
         missing = (error.name or str(error)).partition(".")[0]
-        if missing == "inflight" or _can_import(missing):
+        is_missing = isinstance(error, ModuleNotFoundError)  # otherwise a package is there, but broken
+        if missing == "inflight" or not is_missing or _can_import(missing):
             return [red(name, f"cannot be examined: {error}", INSTALL)]
         return [red(name, f"cannot be examined: the package {missing} is not installed", INSTALL)]
     except Exception as error:  # a failing check must not hide the findings of the others
