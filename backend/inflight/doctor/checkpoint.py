@@ -42,7 +42,7 @@ def check_checkpoint(
         settings: As for `scripts/serve --set`.
     """
     from inflight.doctor.named_paths import unusable_paths
-    from inflight.doctor.preflight import lacking_in_decoder, missing_gpu
+    from inflight.doctor.preflight import lacking_in_decoder, missing_gpu, no_text_decoder
     from inflight.errors import ConfigError
     from inflight.hub import find_checkpoint
     from inflight.server.checkpoint import check_spelling
@@ -70,6 +70,9 @@ def check_checkpoint(
         return
     if is_engine_folder(folder):
         yield from _check_plans(folder, parameters.engine)
+    elif (fault := no_text_decoder(folder)) is not None:
+        yield red("checkpoint", fault, "docs/models.md lists the families")
+        return
     else:
         yield from _check_model(folder, parameters.engine)
     yield from _check_text(parameters.tokenizer_dir or str(folder), folder)

@@ -159,14 +159,27 @@ def _checkpoint(folder: Path, convert: str | None) -> Iterator[str]:
         return  # loading the model reports it
     try:
         config = read_config_file(folder)
-        reason, name = _no_decoder(config), CheckpointFacts.read(folder).name
+        reason = _no_decoder(config)
         if reason is None and convert is not None:
             reason = _cannot_generate(config, find_task(folder, convert))
+        if reason is not None:
+            yield _take_a_decoder(folder, reason)
     except ConfigError as error:
         yield str(error)
-        return
-    if reason is not None:
-        yield f"{folder} is {name}, {reason}: take a decoder of text (docs/models.md lists the families)"
+
+
+def no_text_decoder(folder: Path) -> str | None:
+    """Return why the checkpoint is not a text decoder; None if its config.json does not show that."""
+    try:
+        reason = _no_decoder(read_config_file(folder))
+        return None if reason is None else _take_a_decoder(folder, reason)
+    except ConfigError:
+        return None  # loading the model reports it
+
+
+def _take_a_decoder(folder: Path, reason: str) -> str:
+    name = CheckpointFacts.read(folder).name
+    return f"{folder} is {name}, {reason}: take a decoder of text (docs/models.md lists the families)"
 
 
 def _no_decoder(config: ConfigFile) -> str | None:
