@@ -174,7 +174,7 @@ def test_an_8_bit_kv_cache_has_room_for_more_tokens():
             "bitsandbytes' formats need its own kernels",
             "--dtype int8",
         ),
-        (lambda folder: change(folder, architectures=["NoModel"]), "architectures", "supported family"),
+        (lambda folder: change(folder, architectures=["NoForCausalLM"]), "architectures", "supported family"),
         (lambda folder: change(folder, architectures=["BertModel"]), "embeddings", "families"),
         (lambda folder: change(folder, num_hidden_layers=5), "missing", "download"),
         (
