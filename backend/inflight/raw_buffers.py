@@ -62,6 +62,6 @@ class BufferedDecoder(Generic[_T]):
             raise ValueError(f"expected the length of a buffer, got {value!r}")
         if value > sys.maxsize:
             raise MemoryError(f"a buffer of {value} bytes")
-        room = memoryview(np.empty(value, np.uint8))  # takes no memory before it is filled
+        room = np.empty(value, np.uint8).data  # takes no memory before it is filled
         self._buffers.append(room)
         return RawBuffer(room)
