@@ -6,15 +6,15 @@ it from a socket or a broadcast, so that the bytes are not copied to and from a 
 
 from __future__ import annotations
 
-import sys
+import mmap
 from typing import Any, Generic, TypeVar
 
 import msgspec
-import numpy as np
 
 from inflight.core.request.adapter import RawBuffer
 
 _T = TypeVar("_T")
+_LARGE_BYTES = 1 << 20
 
 
 class BufferedEncoder:
@@ -60,8 +60,16 @@ class BufferedDecoder(Generic[_T]):
             raise NotImplementedError(f"{kind.__name__} cannot be part of a message")  # as msgspec asks for
         if not isinstance(value, int) or value < 0:
             raise ValueError(f"expected the length of a buffer, got {value!r}")
-        if value > sys.maxsize:
-            raise MemoryError(f"a buffer of {value} bytes")
-        room = np.empty(value, np.uint8).data  # takes no memory before it is filled
+        room = _allocate(value)
         self._buffers.append(room)
         return RawBuffer(room)
+
+
+def _allocate(length: int) -> memoryview:
+    """Return writable memory. Pages of a large buffer take no memory before they are filled."""
+    if length < _LARGE_BYTES:
+        return memoryview(bytearray(length))
+    try:
+        return memoryview(mmap.mmap(-1, length))
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"a buffer of {length} bytes") from error
