@@ -46,7 +46,7 @@ class BlockStored(_Event):
         token_ids: The tokens of all blocks.
         block_size: Number of tokens of a block.
         lora_id: The adapter's `lora_task_id`; None: the adapter has none, or it is the base model.
-        medium: GPU (the cache), CPU (host memory beside a GPU's cache) or DISK.
+        medium: GPU (the cache), CPU (host memory beside a GPU's cache) or DISK (files, or files and host memory).
         lora_name: The adapter's name, folder or id; None: the base model.
         extra_keys: Other properties on which each block's hash depends, as texts: the extra ids of its tokens, the
             adapter, and for a prompt's first block its salt and tables; None for a block with nothing else.
@@ -93,7 +93,7 @@ class KvEventPublisher:
     Args:
         config: Addresses and sizes.
         tokens_per_block: Number of tokens of a block.
-        saved_medium: The medium of blocks that left the cache but are saved: CPU or DISK.
+        saved_medium: The medium of all saved blocks: DISK if there is a tier in files, otherwise CPU.
 
     Raises:
         ConfigError: An address cannot be used.
@@ -101,7 +101,7 @@ class KvEventPublisher:
 
     def __init__(self, config: KvEventsConfig, tokens_per_block: int, saved_medium: str) -> None:
         self._topic, self._size, self._saved_medium = config.topic.encode(), tokens_per_block, saved_medium
-        self._saved: set[int] = set()  # blocks that left the cache, and are saved
+        self._saved: dict[int, bool] = {}  # published as saved; whether the block is in the cache again
         self._next = 0
         self._past: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
         self._past_lock = threading.Lock()
@@ -172,22 +172,25 @@ class KvEventPublisher:
             replay.close(linger=0)
 
     def _converted(self, event: KvEvent) -> Iterator[BlockStored | BlockRemoved | AllBlocksCleared]:
-        """Yield the events of vLLM's format for one of ours: none for a changed priority."""
+        """Yield the events of vLLM's format for one of ours: none for a changed priority.
+
+        A block that is in the cache has an event of ours only when it leaves the cache. If its file was removed
+        before, the event says that the block is removed, and then it is removed from both media.
+        """
         if event.num_blocks is not None:
             yield AllBlocksCleared()
         if event.updated is not None and event.levels == (0, 1):
-            self._saved.add(event.updated)
             yield BlockRemoved([event.updated], _CACHE)
-            yield BlockStored([event.updated], None, [], self._size, None, self._saved_medium, None)
-        if event.updated is not None and event.levels == (1, 0):
-            self._saved.discard(event.updated)
-            yield BlockRemoved([event.updated], self._saved_medium)
+            if event.updated not in self._saved:
+                yield BlockStored([event.updated], None, [], self._size, None, self._saved_medium, None)
+            self._saved[event.updated] = False
+        if event.updated in self._saved and event.levels == (1, 0):
+            self._saved[event.updated] = True  # a loaded block stays saved
         if event.stored:
             yield self._stored(event.stored, event.parent_hash)
-        if of_cache := [each for each in event.removed if each not in self._saved]:
+        if of_cache := [each for each in event.removed if self._saved.get(each, True)]:
             yield BlockRemoved(of_cache, _CACHE)
-        if of_saved := [each for each in event.removed if each in self._saved]:
-            self._saved.difference_update(of_saved)
+        if of_saved := [each for each in event.removed if self._saved.pop(each, None) is not None]:
             yield BlockRemoved(of_saved, self._saved_medium)
 
     def _stored(self, blocks: Sequence[StoredBlock], parent: int | None) -> BlockStored:
