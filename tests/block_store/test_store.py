@@ -317,6 +317,30 @@ def test_a_full_disk_drops_blocks_and_logs_one_line(make, tmp_path, monkeypatch,
     assert store.save(c=3) == StoreUpdate(saved=(C,))
 
 
+def test_a_disk_that_takes_only_small_pieces_logs_one_line(make, tmp_path, monkeypatch, caplog):
+    store, write = make(tmp_path), BlockFiles.write
+    state = SavedPiece(D, 0, is_state=True)
+
+    def nearly_full(files, key, content):
+        if content.size > BYTES:
+            raise OSError(28, "No space left on device")
+        return write(files, key, content)
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(BlockFiles, "write", nearly_full)
+        for block in pieces(a=1, b=2, c=3):
+            store.store.carry_out(StoreCommands(saves=(block, state)))
+            assert store.drain() == StoreUpdate(saved=(block.key,), dropped=(D,))
+        assert len(caplog.records) == 1
+    store.store.carry_out(StoreCommands(saves=(state,)))
+    assert store.drain() == StoreUpdate(saved=(D,))
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(BlockFiles, "write", nearly_full)
+        store.store.carry_out(StoreCommands(saves=(state,)))
+        store.drain()
+    assert len(caplog.records) == 2, "all sizes were written again before"
+
+
 def test_blocks_are_dropped_while_memory_is_refused(make, tmp_path, monkeypatch, caplog):
     def refuse(*_: object):
         raise MemoryError

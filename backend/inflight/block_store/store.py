@@ -172,7 +172,7 @@ class HostBlockStore:
         self._dropped: list[bytes] = []
         self._ended: list[LoadResult] = []
         self._has_news = True
-        self._is_failing = False  # whether the last write failed
+        self._failing: set[int] = set()  # sizes of pieces whose last write failed
         self._is_over = False  # whether the threads leave what still waits
         self._used: dict[bytes, None] = {}  # keys of files whose times are to be renewed, in this order
         self._saves: queue.SimpleQueue[_Save | _Renewal | None] = queue.SimpleQueue()
@@ -354,14 +354,15 @@ class HostBlockStore:
         if self._files is not None:
             try:
                 removed += self._files.write(save.key, save.content)
-                is_written, self._is_failing = True, False
+                is_written = True
+                self._failing.discard(save.content.size)  # a full disk may still take the smaller pieces
             except (OSError, MemoryError) as error:
-                if not self._is_failing:
+                if not self._failing:
                     _log.warning(
                         "KV blocks are not saved any more, until writing succeeds again: %s",
                         str(error) or "no memory",
                     )
-                self._is_failing = True
+                self._failing.add(save.content.size)
                 removed.append(save.key)
         if self._host.max_bytes:
             removed += self._write_to_host(save)
