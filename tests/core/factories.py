@@ -34,6 +34,7 @@ def make_limits(
     num_adapter_pages: int = 0,
     hidden_size: int = 0,
     num_state_snapshots: int = 0,
+    break_even_rows: int = 256,
 ) -> EngineLimits:
     return EngineLimits(
         1000,
@@ -45,6 +46,7 @@ def make_limits(
         overlaps_iterations,
         logits_post_processors=logits_post_processors,
         num_adapter_pages=num_adapter_pages,
+        break_even_rows=break_even_rows,
         adapter_page_rank=8,
         max_adapter_rank=64,
         has_state=num_state_snapshots > 0,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from inflight.core.request.draft_length import DraftLength
 from inflight.core.request.prompt_lookup import NGRAM_SIZES, PromptLookup
 from inflight.core.request.request import IterationInput
@@ -142,13 +144,18 @@ def test_nothing_is_drafted_where_even_accepted_tokens_save_no_time():
     assert length.tokens_if(0.99) == 2
 
 
-def drafted(num_sequences: int, num_iterations: int) -> int:
+def drafted(num_sequences: int, num_iterations: int, break_even_rows: int = 256) -> int:
     """Number of tokens that are drafted for sequences whose drafts are always rejected."""
     prompt = (1, 2, 3, 4, 5, 6, 1, 2)
     requests = [
         make_request(each, prompt, new=60, prompt_lookup_num_tokens=4) for each in range(num_sequences)
     ]
-    scheduler = make_scheduler(num_blocks=400, max_num_sequences=num_sequences, max_num_tokens=256)
+    scheduler = make_scheduler(
+        num_blocks=400,
+        max_num_sequences=num_sequences,
+        max_num_tokens=256,
+        break_even_rows=break_even_rows,
+    )
     scheduler.accept(IterationInput(0, 0, tuple(requests)))
     count = 0
     for iteration in range(num_iterations):
@@ -163,3 +170,12 @@ def drafted(num_sequences: int, num_iterations: int) -> int:
 def test_drafts_get_shorter_only_where_they_take_time_from_other_sequences():
     assert drafted(4, 40) / 4 > 4 * 15
     assert drafted(5, 40) / 5 < 20
+
+
+@pytest.mark.parametrize("num_sequences", [1, 4])
+def test_useless_drafts_of_few_sequences_get_shorter_once_they_have_taken_the_time_of_a_few_tokens(
+    num_sequences: int,
+) -> None:
+    """A CPU's time is equal for 16 rows and for reading the weights."""
+    rows = drafted(num_sequences, 50, break_even_rows=16) / num_sequences
+    assert 2.5 < rows * num_sequences / (num_sequences + 16) < 4

@@ -12,8 +12,7 @@ _REMEMBERED = 8
 """Number of draft tokens over which the share of accepted ones is averaged."""
 
 _LARGEST_LOSS = 2.5
-"""The drafts of a sequence end for good when they have cost as much more time than they saved as this many tokens
-take."""
+"""Drafts of a sequence are over when they have cost as much more time than they saved as this many tokens take."""
 
 _MOST_LEFT_OUT = 16
 """Largest number of sequences that get no drafts after a sequence whose drafts ended for good."""
@@ -52,7 +51,8 @@ class DraftLength:
     rejected draft of one token there are no drafts for a while, and longer each time, so that useless drafts
     cost almost nothing.
 
-    For a draft head, whose guesses take time, the drafts end for good when they have cost more than they saved.
+    Drafts are over when they have cost more time than they saved. A draft head, whose guesses take time, then
+    drafts nothing more. Other drafts then have the length of this class even with few sequences.
 
     Args:
         most: The request's maximum.
@@ -74,7 +74,7 @@ class DraftLength:
 
     @property
     def is_over(self) -> bool:
-        """Whether drafts have cost so much that there should be no more."""
+        """Whether drafts have cost more time than they saved, by more than a few tokens' time."""
         return self._gain <= -_LARGEST_LOSS
 
     @property

@@ -27,7 +27,8 @@ from inflight.core.schedule.batch import (
 from inflight.core.schedule.micro_batch_scheduler import MicroBatch
 
 _FEW_SEQUENCES = 4
-"""Number of sequences up to which drafts are as long as requests allow, if guesses take no time."""
+"""Number of sequences up to which drafts are as long as requests allow, if guesses take no time and the sequence's
+drafts have not cost more time than they saved."""
 
 
 class BatchBuilder:
@@ -173,13 +174,16 @@ class BatchBuilder:
     ) -> tuple[int, ...]:
         """Return a sequence's draft tokens, as many as free rows, its own blocks and the length limit allow.
 
-        With few sequences a forward pass mostly reads weights, and draft rows cost little. With more, or if a
-        draft head takes time for each guess, only as many tokens are drafted as earlier drafts of the sequence
-        suggest (`DraftLength`), and none once the head has taken too much time.
+        With few sequences a forward pass mostly reads weights, and draft rows cost little. With more, if a draft
+        head takes time for each guess, or once useless drafts have taken too much time, only as many tokens are
+        drafted as earlier drafts of the sequence suggest (`DraftLength`). A draft head that has taken too much
+        time drafts nothing.
 
         The draft ends before the first token that stands for a row of a prompt table.
         """
-        if drafter.length.is_over:
+        limits, needed_share = self._limits, self._limits.needed_share(num_sequences)
+        has_head = limits.guess_cost > 0
+        if has_head and drafter.length.is_over:
             return ()
         request = llm_request.request
         room = self._kv_cache.num_certain_tokens(llm_request.key) - len(llm_request.tokens)
@@ -190,12 +194,10 @@ class BatchBuilder:
             # that token.
             size = self._kv_cache.tokens_per_block
             most = min(most, size - 2 - llm_request.num_computed_tokens % size)
-        limits, needed_share = self._limits, self._limits.needed_share(num_sequences)
-        if num_sequences > _FEW_SEQUENCES or limits.guess_cost:
+        if num_sequences > _FEW_SEQUENCES or has_head or drafter.length.is_over:
             most = min(most, drafter.length.tokens_if(needed_share))
         draft = drafter.propose(most) if most > 0 else ()
-        if limits.guess_cost:
-            drafter.length.spend(len(draft) * needed_share + (1 + len(draft)) * limits.entry_cost)
+        drafter.length.spend(len(draft) * needed_share + has_head * (1 + len(draft)) * limits.entry_cost)
         if request.prompt_table is None:
             return draft
         return tuple(takewhile(lambda token_id: token_id < limits.vocab_size, draft))
