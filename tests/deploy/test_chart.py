@@ -47,6 +47,7 @@ from .chart import (
 HERE = Path(__file__).parent
 OLDEST_KUBERNETES = "1.29"
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
+PAGE = ROOT / "docs" / "kubernetes.md"
 ALERTS = yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())
 
 
@@ -149,8 +150,27 @@ def test_prometheus_reads_the_metrics_of_v1_if_it_can() -> None:
 
 
 @needs_helm
+def test_servers_may_connect_to_what_the_page_adds(tmp_path: Path) -> None:
+    def rules(*arguments: str | Path) -> list[Manifest]:
+        policy = by_kind(documents(render(*arguments)))["NetworkPolicy"]
+        validate(policy, OLDEST_KUBERNETES)
+        return policy["spec"]["egress"]
+
+    (block,) = re.findall(r"^```yaml\n(networkPolicy:.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    values = tmp_path / "values.yaml"
+    values.write_text(block)
+    (dns,) = rules()
+    assert {port["port"] for port in dns["ports"]} == {53}
+    added = yaml.safe_load(block)["networkPolicy"]["egress"]
+    assert len(added) == 2 and rules("-f", values) == [dns, *added]
+    model = "model.id=a/b,volume.kind=perPod,multiNode.nodes=2,multiNode.sshSecret=s"
+    before = rules("--set", model)
+    assert len(before) == 3 and rules("--set", model, "-f", values) == [*before, *added]
+
+
+@needs_helm
 def test_the_commands_of_the_page_render_valid_manifests() -> None:
-    page = (ROOT / "docs" / "kubernetes.md").read_text().replace("\\\n", " ")
+    page = PAGE.read_text().replace("\\\n", " ")
     commands = [shlex.split(line) for line in page.splitlines() if line.startswith("helm ")]
     assert [command[1] for command in commands] == ["install", "upgrade", "install", "install"]
     for _, _, name, chart, *values in commands:
