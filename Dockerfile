@@ -1,5 +1,5 @@
 # The server inside NVIDIA's tritonserver image (releases 24.08 and later, with Python 3.10 or 3.12). The newest one is
-# best: defects of its front ends are fixed from release to release. 26.09 was the newest when this was written.
+# best: defects of its front ends are fixed from release to release. 26.10 was the newest in November 2026.
 #
 #   docker build -t inflight .
 #   docker run --rm --gpus all --shm-size=1g -p 8000-8002:8000-8002 -p 9000:9000 -v /path/to/checkpoint:/model:ro \
@@ -8,7 +8,7 @@
 # --shm-size: responses are passed through /dev/shm, of which a container has 64 MB by default. docs/operating.md says
 # how much they need, under Shared memory. Requests whose responses would not fit are refused.
 # The flags after the image's name are those of scripts/serve.
-ARG TRITON_IMAGE=nvcr.io/nvidia/tritonserver:26.09-py3
+ARG TRITON_IMAGE=nvcr.io/nvidia/tritonserver:26.10-py3
 FROM ${TRITON_IMAGE}
 
 # Newer images mark their Python as externally managed; here the image is the environment.
