@@ -10,6 +10,11 @@ ROOT = Path(__file__).parents[2]
 HOME = ROOT / "docs" / "index.md"
 
 
+def test_readme_says_into_which_environment_pip_installs():
+    commands = re.findall(r"`([^`\n]*pip install[^`]*)`", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert len(commands) == 2 and all(command.startswith("ENVIRONMENT/bin/pip ") for command in commands)
+
+
 def test_the_home_page_is_readme():
     links = re.compile(r"\]\((?!https?:|#)(docs/)?")
     expected = links.sub(
