@@ -6,6 +6,7 @@ machine and the Python that run this. Installs nothing.
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import subprocess
@@ -19,6 +20,9 @@ SERVER = f"{ROOT}[mpi,kserve]"
 
 
 def main() -> int:
+    argparse.ArgumentParser(
+        prog="scripts/hash_packages.py", description=__doc__, allow_abbrev=False
+    ).parse_args()
     command = [
         sys.executable,
         "-m",

@@ -53,7 +53,7 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
         "scripts/bench": INSTALLS,
         "scripts/perf_analyzer -m": "takes minutes; test_readme.py runs it with shorter intervals",
         ".venv-aiperf": INSTALLS,
-        "scripts/perf_analyzer --help": INSTALLS,
+        "scripts/perf_analyzer --version": INSTALLS,
         "PATH=": INSTALLS,
     },
     "docs/models.md": {

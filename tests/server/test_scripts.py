@@ -326,11 +326,19 @@ def test_a_model_in_another_folder_leaves_the_page_about_the_demo_model_as_it_is
         assert module.arguments().docs == page
 
 
-@pytest.mark.parametrize("script", ["check", "docs", "test", "wheel", "write_configs"])
+@pytest.mark.parametrize("script", ["check", "docs", "perf_analyzer", "test", "wheel", "write_configs"])
 def test_scripts_without_options_of_their_own_explain_themselves(checkout: Path, script: str):
     said = answer(checkout, script, "--help")
     head = (ROOT / "scripts" / script).read_text().splitlines()[1]
     assert said.splitlines()[0] == head.removeprefix("# ") and "set -euo" not in said
+
+
+@pytest.mark.parametrize(("argument", "status"), [("--help", 0), ("--unknown", 2)])
+def test_the_digests_are_written_only_without_arguments(checkout: Path, argument: str, status: int):
+    command = [sys.executable, "-S", "scripts/hash_packages.py", argument]  # -S: without pip
+    said = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=60)
+    assert said.returncode == status and "usage: scripts/hash_packages.py [-h]" in said.stdout + said.stderr
+    assert not (checkout / "requirements-hashed.txt").exists()
 
 
 def test_a_chat_needs_no_installation(checkout: Path):
