@@ -155,7 +155,7 @@ def test_a_python_without_a_shared_library_is_explained(
 
 def test_a_missing_wheel_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ServeError, match=r"nvidia-pytriton.*--tritonserver"):
+    with pytest.raises(OptionError, match=r"nvidia-pytriton.*--tritonserver"):
         installation.embedded(tmp_path)
 
 

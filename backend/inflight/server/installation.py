@@ -104,7 +104,7 @@ def _package_folder() -> Path:
     spec = importlib.util.find_spec("pytriton")
     locations = list(spec.submodule_search_locations or ()) if spec else []
     if not locations:
-        raise ServeError(
+        raise OptionError(
             "no tritonserver in this Python environment: install the one in nvidia-pytriton "
             "(pip install --no-deps nvidia-pytriton), name yours with --tritonserver PATH, or serve /v1 alone "
             "with --no-triton"
