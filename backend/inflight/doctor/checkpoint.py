@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from inflight.checkpoint_config import CheckpointFacts
 from inflight.doctor.finding import CONVERT, INSTALL, Finding, green, red, yellow
 from inflight.engine_folder import is_engine_folder
+from inflight.extras import how_to_install
 from inflight.gguf.header import LEVEL_TYPES
 from inflight.pictures.families import INSTALL_PICTURES, has_vision_tower, missing_packages
 
@@ -219,7 +220,7 @@ def _check_transformers(folder: Path, config: EngineConfig) -> Iterator[Finding]
     if importlib.util.find_spec("transformers") is None:
         name = CheckpointFacts.read(folder).name
         says = f"transformers, whose own code would run {name}, is not installed"
-        yield red("checkpoint", says, f"pip install -e '.[transformers]' in the checkout, or {mend}")
+        yield red("checkpoint", says, f"{how_to_install('transformers')}, or {mend}")
         return
     from inflight.engine.layers.transformers_model import check_room, find_class
 

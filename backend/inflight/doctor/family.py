@@ -17,6 +17,7 @@ from typing import Any
 
 from inflight.checkpoint_config import CheckpointFacts, ConfigFile
 from inflight.errors import ConfigError
+from inflight.extras import how_to_install
 from inflight.models.registry import UnknownFamily, describe
 from inflight.models.unserved import UNSERVED
 from inflight.multimodal import MULTIMODAL, other_inputs
@@ -25,7 +26,7 @@ _DECODERS = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 _NAMES_FILE = "models/auto/modeling_auto.py"
 _KIND = re.compile(r"(For[A-Z]\w*|LMHeadModel)$")  # what a class computes, at the end of its name
 _MAX_NEAR, _MIN_SIMILARITY = 2, 0.8
-_INSTALL = "pip install -e '.[transformers]' in the checkout"
+_INSTALL = how_to_install("transformers")
 
 
 def refused_by_family(config: ConfigFile, implementation: str | None) -> str | None:

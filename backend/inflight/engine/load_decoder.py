@@ -32,6 +32,7 @@ from inflight.engine.layers.torch_sink import load_weights
 from inflight.engine.layers.transformers_decoder import TransformersDecoder, TransformersModel
 from inflight.engine.windows import AttentionWindow
 from inflight.errors import ConfigError
+from inflight.extras import how_to_install
 from inflight.models import DecoderConfig
 from inflight.models.decoder_weights import DecoderWeights, PlainWeights
 from inflight.models.draft_folder import with_wanted_head
@@ -49,7 +50,7 @@ from inflight.models.sharding import WHOLE, Part, Shard
 from inflight.models.sink import KeptLevels
 
 _log = logging.getLogger(__name__)
-_INSTALL = "pip install -e '.[transformers]' in the checkout"
+_INSTALL = how_to_install("transformers")
 
 T = TypeVar("T")
 AnyDecoder = Decoder | NativeDecoder | TransformersDecoder

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from inflight.errors import ConfigError
+from inflight.extras import how_to_install
 from inflight.guided.backend import GuideBackend
 from inflight.guided.reasoning_budget import ReasoningBackend
 from inflight.guided.vocabulary import GuideVocabulary
@@ -38,5 +39,5 @@ def check_installed(name: str) -> None:
 
 
 def _not_installed(name: str, why: str) -> ConfigError:
-    remedy = ": pip install -e '.[guided-xgrammar]' in the checkout" if name == "xgrammar" else ""
+    remedy = f": {how_to_install('guided-xgrammar')}" if name == "xgrammar" else ""
     return ConfigError(f"guided_decoding_backend is {name}, which is not installed{remedy} ({why})")

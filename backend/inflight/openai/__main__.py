@@ -27,6 +27,7 @@ from inflight.arguments import Parser, port, seconds
 from inflight.core.ports import EngineClient
 from inflight.endpoint.client import SocketEngineClient
 from inflight.errors import InflightError
+from inflight.extras import how_to_install
 from inflight.log_lines import FORMATS, LineFormatter, open_log
 from inflight.openai.app import create_app
 from inflight.openai.http_protocol import HttpProtocol
@@ -153,9 +154,7 @@ def _connect(given: argparse.Namespace) -> list[EngineClient]:
     try:
         from inflight.openai.kserve_client import KServeEngineClient
     except ImportError as error:
-        raise ValueError(
-            f"--triton needs tritonclient (pip install -e '.[kserve]' in the checkout): {error}"
-        ) from None
+        raise ValueError(f"--triton needs tritonclient ({how_to_install('kserve')}): {error}") from None
     return [KServeEngineClient(given.triton, given.tokenizer, given.triton_model)]
 
 

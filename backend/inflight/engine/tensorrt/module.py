@@ -10,6 +10,7 @@ import logging
 from typing import Any
 
 from inflight.errors import ConfigError
+from inflight.extras import how_to_install
 
 MODULES = ("tensorrt", "tensorrt_rtx")
 """The modules' names, the preferred one first."""
@@ -41,8 +42,8 @@ def find_module(name: str | None = None) -> Any:
         raise ConfigError(f"TensorRT is installed but cannot be loaded: {'; '.join(reasons)}")
     missing = f"neither {' nor '.join(MODULES)} is" if name is None else f"{name} is not"
     raise ConfigError(
-        f"{missing} installed: pip install -e '.[tensorrt-rtx]' in the "
-        "checkout installs TensorRT for RTX; TensorRT itself is in NVIDIA's containers"
+        f"{missing} installed: {how_to_install('tensorrt-rtx')} installs TensorRT for RTX; TensorRT itself is "
+        "in NVIDIA's containers"
     )
 
 
