@@ -203,6 +203,14 @@ def test_only_the_nearest_words_are_named(word: str, near: list[str]) -> None:
     assert sorted(equally_near(word, known)) == near
 
 
+@pytest.mark.parametrize(
+    ("word", "known"),
+    [("enable-prompt-embeds", "enable-log-requests"), ("enable_receipts", "eagle_choices")],
+)
+def test_a_word_that_would_change_by_more_than_a_third_is_not_named(word: str, known: str) -> None:
+    assert not equally_near(word, [known], cutoff=0.5)
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"inflight {package_version()}\n"

@@ -14,6 +14,8 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 def equally_near(word: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
     """Return the known words with the smallest edit distance to `word`; [] if none is similar.
 
+    A similar word contains `word`, is a part of it, or differs from it by at most a third of the letters.
+
     Args:
         word: A misspelled word.
         known: The words that it may have been meant to be.
@@ -21,7 +23,14 @@ def equally_near(word: str, known: Iterable[str], cutoff: float = 0.6) -> list[s
     """
     close = difflib.get_close_matches(word, list(known), n=5, cutoff=cutoff)
     distances = {each: _edit_distance(word, each) for each in close}
-    return [each for each in close if distances[each] == min(distances.values())]
+    similar = [
+        each for each in close if word in each or each in word or _is_small(distances[each], word, each)
+    ]
+    return [each for each in similar if distances[each] == min(distances[other] for other in similar)]
+
+
+def _is_small(distance: int, one: str, other: str) -> bool:
+    return 3 * distance <= max(len(one), len(other))
 
 
 def _edit_distance(one: str, other: str) -> int:

@@ -398,7 +398,7 @@ def _check_known(values: Mapping[str, str], present: Mapping[str, str]) -> None:
     for key in values:
         if key not in present:
             fields = (MAX_BATCH_SIZE, DECOUPLED_MODE)
-            near = equally_near(key, [*present, *fields], cutoff=0.5)
+            near = equally_near(key, [*present, *fields])
             hint = f"did you mean {' or '.join(near)}?" if near else _elsewhere(key)
             raise OptionError(
                 f"no model has a parameter {key!r} (--set {key}=...); {in_other_words(key) or hint}"
