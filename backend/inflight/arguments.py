@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -155,15 +155,21 @@ class Parser(argparse.ArgumentParser):
     Args:
         other_flags: Flags that the program understands or answers before it parses; they are suggested, too.
         checks_environment: Whether to refuse invalid environment variables.
+        given_as: Flags on the command line, by the options to which they were translated; errors name both.
         keywords: Arguments of `argparse.ArgumentParser`.
     """
 
     def __init__(
-        self, other_flags: Iterable[str] = (), checks_environment: bool = True, **keywords: object
+        self,
+        other_flags: Iterable[str] = (),
+        checks_environment: bool = True,
+        given_as: Mapping[str, str] | None = None,
+        **keywords: object,
     ) -> None:
         super().__init__(allow_abbrev=False, **keywords)  # pyright: ignore[reportArgumentType]
         self._other_flags = tuple(other_flags)
         self._checks_environment = checks_environment
+        self._given_as = dict(given_as or {})
         self._given: Sequence[str] = ()
         self.register("type", int, _whole_number)
         self.register("type", float, _number)
@@ -202,6 +208,8 @@ class Parser(argparse.ArgumentParser):
             message += f"; write {flag}=VALUE if the value begins with a dash"
         if message.startswith(_UNRECOGNIZED):
             message += self._hint(message.removeprefix(_UNRECOGNIZED).split())
+        for option, flag in self._given_as.items():
+            message = message.replace(f"argument {option}: ", f"argument {flag} (here {option}): ")
         self._refuse(message, f"{self.prog} --help lists the options")
 
     def _hint(self, unrecognized: list[str]) -> str:

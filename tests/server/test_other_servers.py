@@ -146,6 +146,23 @@ def test_the_nearest_flag_may_be_another_servers(
     assert f"(did you mean {near}?)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--backend", "onnx"], "argument --backend (here --engine): got 'onnx'; choose from torch"),
+        (["--model-impl=onnx"], "argument --model-impl (here --engine): got 'onnx'"),
+        (["--tp_size", "x"], "argument --tp_size (here --tp): expected a whole number from 1, got 'x'"),
+        (["--engine", "onnx"], "argument --engine: got 'onnx'"),
+    ],
+)
+def test_an_error_names_the_flag_that_was_written(
+    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.parse(given)
+    assert said in capsys.readouterr().err
+
+
 def test_no_flag_of_this_server_is_in_the_tables() -> None:
     assert not OWN & {*SAME, *SWITCHES, *DIFFERENT}
 

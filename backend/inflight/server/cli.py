@@ -29,7 +29,7 @@ from inflight.server.errors import OptionError, ServeError
 from inflight.server.launch import ServerOptions, TritonServer, lay_out
 from inflight.server.option_parser import make_parser
 from inflight.server.option_types import choose_model, find_model_behind
-from inflight.server.other_servers import translate
+from inflight.server.other_servers import given_as, translate
 from inflight.server.ports import Ports
 from inflight.server.repository import Wanted
 from inflight.server.supervisor import Signals, Supervisor
@@ -95,7 +95,8 @@ def _explain(error: OSError) -> str | None:
 
 def parse(arguments: list[str] | None, judge: Judge | None = None) -> ServerOptions:
     """Parse a command line. Raises OptionError, or exits the program for wrong usage."""
-    given = make_parser().parse_args(translate(sys.argv[1:] if arguments is None else arguments))
+    written = sys.argv[1:] if arguments is None else arguments
+    given = make_parser(given_as(written)).parse_args(translate(written))
     find_model_behind(given, "served_model_name", "api_key")
     choose_model(given)
     _check_engine(given)

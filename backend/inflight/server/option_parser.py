@@ -1,6 +1,7 @@
 """The options of `scripts/serve`. Standard library only, so that --help needs no installation."""
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args
 
@@ -15,10 +16,11 @@ from inflight.server.ranks import Mode
 from inflight.server.repository import default_repository
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Make the parser of the command line."""
+def make_parser(given_as: Mapping[str, str] | None = None) -> argparse.ArgumentParser:
+    """Make the parser of the command line. `given_as`: see `Parser`."""
     parser = Parser(
         other_flags=FLAGS,
+        given_as=given_as,
         prog=program_name("scripts/serve"),
         description="Start tritonserver in the foreground, and print READY when every model is ready.",
         epilog="--no-venv, an option of the script itself, uses the active Python environment instead of .venv. "

@@ -220,6 +220,12 @@ def flags_that_set(parameter: str) -> list[str]:
     return [flag for flag, option in SAME.items() if option == f"--set {parameter}"]
 
 
+def given_as(arguments: Sequence[str]) -> dict[str, str]:
+    """Return the other servers' flags on a command line, as they are written, by the option here."""
+    words = (word.partition("=")[0] for word in arguments if _FLAG.match(word))
+    return {SAME[flag]: word for word in words if (flag := word.replace("_", "-")) in SAME}
+
+
 def translate(arguments: Sequence[str]) -> list[str]:
     """Return the command line with flags of `SAME` and `SWITCHES` replaced.
 
