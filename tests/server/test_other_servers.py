@@ -117,6 +117,25 @@ def test_other_flags_are_answered(flag: str) -> None:
         translate([flag, "1"])
 
 
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--nnodes", "mpirun starts the ranks of all hosts"),
+        ("--distributed_timeout_seconds", "--set rank_timeout_ms=N"),
+        ("--enable-prompt-embeds", "prompt_embedding_table"),
+        ("--cluster_size", "--ep N"),
+        ("--fail_fast_on_attention_window_too_large", "too long for the KV cache is refused"),
+    ],
+)
+def test_a_flag_with_no_option_here_says_what_to_do(flag: str, said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        cli.parse([flag, "1"])
+
+
+def test_a_model_may_be_served_without_its_vision_tower() -> None:
+    assert not cli.parse(["--language-model-only", "--enable-tokenizer-info-endpoint"]).vision
+
+
 def test_all_flags_are_answered_at_once() -> None:
     with pytest.raises(OptionError) as error:
         cli.parse(["--swap_space", "4", "--dtype", "float32", "--enforce-eager", "--seed=1"])

@@ -75,6 +75,8 @@ SWITCHES: Mapping[str, Sequence[str]] = {
     "--enable-auto-tool-choice": (),
     "--enable-prompt-tokens-details": (),
     "--enable-request-id-headers": (),
+    "--enable-tokenizer-info-endpoint": (),
+    "--language-model-only": ("--no-vision",),
     "--enable-log-requests": (),
     "--disable-log-requests": (),
     "--no-enable-log-requests": (),
@@ -96,6 +98,11 @@ _TASKS = (
 )
 _TOKENIZER = "nothing to set: the tokenizer is tokenizer.json, and requests with token ids need none"
 _ACCESS = "nothing to set: --allowed-origins is enough, and browsers send API keys as a header"
+_REPLICAS = "not supported: start a server for each replica, behind a load balancer"
+_HOSTS = "take --mpirun-arguments with a hostfile: mpirun starts the ranks of all hosts"
+_PICTURE_CACHE = "nothing to set: up to 1 GiB of encoded pictures is kept for further prompts"
+_FINGERPRINT = "nothing to set: system_fingerprint is a hash of the version, the checkpoint and its limits"
+_EXPERTS = "take --ep N, the number of groups of ranks that share the experts"
 _TLS = "not supported: TLS is for the server's certificate only; API keys identify clients"
 
 DIFFERENT: Mapping[str, str] = {
@@ -115,6 +122,7 @@ DIFFERENT: Mapping[str, str] = {
     "--config-format": "nothing to set: config.json in the form of Hugging Face is read",
     "--hf-config-path": _IN_CONFIG,
     "--hf-overrides": _IN_CONFIG,
+    "--disable-sliding-window": "take --set max_sequence_length=N, with the size of the window",
     "--rope-scaling": _IN_CONFIG,
     "--rope-theta": _IN_CONFIG,
     "--task": _TASKS,
@@ -151,6 +159,8 @@ DIFFERENT: Mapping[str, str] = {
     "--kv-cache-dir DIR saves them in files",
     "--cpu-offload-gb": "not supported: all weights are on the device",
     "--calculate-kv-scales": "nothing to set: with --set kv_cache_dtype=fp8 each token and head has its own scale",
+    "--fail-fast-on-attention-window-too-large": "nothing to set: a request that is too long for the KV cache is "
+    "refused",
     "--enable-sleep-mode": "take --set enable_sleep_mode=true",
     # the batch
     "--scheduling-policy": "nothing to set: the priority of a request always counts",
@@ -166,9 +176,23 @@ DIFFERENT: Mapping[str, str] = {
     "--max-cpu-loras": "take --set lora_cache_host_memory_bytes=N, the memory of the host for adapters",
     # several processors and servers
     "--device": "nothing to set: GPUs are used if the machine has some, and else its processors",
-    "--data-parallel-size": "not supported: start a server for each replica, behind a load balancer",
-    "-dp": "not supported: start a server for each replica, behind a load balancer",
-    "--enable-expert-parallel": "take --ep N, the number of groups of ranks that share the experts",
+    "--data-parallel-size": _REPLICAS,
+    "-dp": _REPLICAS,
+    "--data-parallel-size-local": _REPLICAS,
+    "--data-parallel-rank": _REPLICAS,
+    "--data-parallel-address": _REPLICAS,
+    "--data-parallel-rpc-port": _REPLICAS,
+    "--data-parallel-backend": _REPLICAS,
+    "--nnodes": _HOSTS,
+    "--node-rank": _HOSTS,
+    "--master-addr": _HOSTS,
+    "--master-port": _HOSTS,
+    "--headless": _HOSTS,
+    "--distributed-timeout-seconds": "the closest is --set rank_timeout_ms=N: the time after which a rank without "
+    "heartbeats is lost",
+    "--enable-expert-parallel": _EXPERTS,
+    "--moe-cluster-parallel-size": f"not supported: {_EXPERTS}",
+    "--cluster-size": f"not supported: {_EXPERTS}",
     "--distributed-executor-backend": "take --mode leader or orchestrator: mpirun starts the ranks",
     "--decode-context-parallel-size": "not supported: take --tp or --pp",
     "--context-parallel-size": "not supported: take --tp or --pp",
@@ -190,18 +214,31 @@ DIFFERENT: Mapping[str, str] = {
     "--allowed-headers": _ACCESS,
     "--ssl-ca-certs": _TLS,
     "--ssl-cert-reqs": _TLS,
+    "--ssl-ciphers": "not supported: put a proxy before /v1",
+    "--enable-ssl-refresh": "not supported: start the server again after its certificate has changed",
     "--response-role": "not supported: the role of an answer is assistant",
     "--tool-parser-plugin": _NO_PARSERS,
     "--reasoning-parser-plugin": _NO_PARSERS,
     "--trust-request-chat-template": "not supported: take --chat-template",
     "--default-chat-template-kwargs": "set chat_template_kwargs in each request",
     "--enable-force-include-usage": "set stream_options.include_usage in each request",
+    "--chat-template-content-format": "nothing to set: a message's content is converted to the form that the "
+    "template can render",
+    "--exclude-tools-when-tool-choice-none": "not supported: leave tools out of such a request",
+    "--tool-server": "not supported: the server runs no tools",
+    "--enable-prompt-embeds": "not supported in /v1; at Triton's endpoints, the tensor prompt_embedding_table has "
+    "embeddings",
+    "--fingerprint-mode": _FINGERPRINT,
+    "--fingerprint-value": _FINGERPRINT,
+    "--mm-processor-cache-gb": _PICTURE_CACHE,
+    "--mm-processor-cache-type": _PICTURE_CACHE,
     "--mm-processor-kwargs": _PICTURES,
     "--media-io-kwargs": _PICTURES,
     # the log and metrics
     "--uvicorn-log-level": "take --log-verbose for more lines, or --no-access-log for fewer",
     "--log-level": "take --log-verbose for more lines, or --no-access-log for fewer",
     "--log-config-file": "take --log-format json, which writes every line as a JSON object",
+    "--disable-access-log-for-endpoints": "nothing to set: GET requests have no line in the log",
     "--max-log-len": "nothing to set: the log has no prompts",
     "--enable-log-outputs": "take --set record_path=FILE, which records whole requests",
     "--collect-detailed-traces": "not supported: a request's line in the log has its times",
