@@ -22,6 +22,7 @@ class ReplyOptions:
         include_prompt: Whether the output text starts with the prompt.
         stop_strings: Texts that end the output.
         min_tokens: A stop string is ignored if one of the first `min_tokens` tokens completes it.
+        skip_special_tokens: Whether special tokens are left out of the text, in which stop strings are searched.
         vocab_size: Number of logits in a row. Ids from this number on are rows of a prompt table.
         offered: The additional outputs that the engine offers.
     """
@@ -33,6 +34,7 @@ class ReplyOptions:
     include_prompt: bool = False
     stop_strings: tuple[str, ...] = ()
     min_tokens: int = 0
+    skip_special_tokens: bool = True
     vocab_size: int = 0
     offered: tuple[OfferedOutput, ...] = ()
 

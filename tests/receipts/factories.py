@@ -78,7 +78,7 @@ def run_together(client: EngineClient, several: Sequence[Asked], streaming: bool
         request = replace(request, streaming=streams, output=OutputOptions(return_receipt=True))
         options = ReplyOptions(frozenset(), stop_strings=stop_strings, min_tokens=min_tokens)
         prompt = Prompt(request, replace(options, streaming=streaming))
-        reply = Reply([(prompt, new_text(prompt, TOKENIZER, True))], in_one=not streaming)
+        reply = Reply([(prompt, new_text(prompt, TOKENIZER))], in_one=not streaming)
         handle = client.submit(request, delivery.put)
         running[handle.request_id] = number, handle, reply
     receipts: dict[int, Receipt] = {}

@@ -70,7 +70,7 @@ class LineServer:
     def ask(self, request_id: str, stop_strings: tuple[str, ...] = ()) -> tuple[Lines, int]:
         """Return the client, and the engine's id of its request."""
         prompt = make_prompt(options={"streaming": True, "stop_strings": stop_strings}, streaming=True)
-        reply = Reply([(prompt, new_text(prompt, letter_tokenizer(), True))], in_one=False)
+        reply = Reply([(prompt, new_text(prompt, letter_tokenizer()))], in_one=False)
         lines = Lines()
         self.in_flight.start(InFlightRequest(request_id, lines, reply), [prompt.request], self.sender.put)
         return lines, self.client.last_id

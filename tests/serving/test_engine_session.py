@@ -129,7 +129,7 @@ def test_a_stop_string_ends_only_its_sequence() -> None:
     async def scenario(session: EngineSession, client: FakeEngineClient) -> None:
         tokenizer = letter_tokenizer()
         prompt = make_prompt(options={"streaming": True, "stop_strings": ("b",)}, streaming=True)
-        stream = session.open([(prompt, new_text(prompt, tokenizer, True))])
+        stream = session.open([(prompt, new_text(prompt, tokenizer))])
         await stream.start()
         client.respond(make_response(client.last_id, tokenizer.encode("ab"), sequence_index=1))
         (output,) = await anext(stream)

@@ -167,7 +167,7 @@ def test_output_text_ignores_ids_of_table_rows() -> None:
     (prompt,) = prompts_of(
         input_ids=[[500, 1001, 501]], prompt_embedding_table=TABLE, exclude_input_in_output=False
     )
-    assert new_text(prompt, tokenizer, True)()._prompt_ids == (500, 501)
+    assert new_text(prompt, tokenizer)()._prompt_ids == (500, 501)
 
 
 # ---------------------------------------------------------------------- rotary tables

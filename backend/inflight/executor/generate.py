@@ -195,7 +195,7 @@ def _prompt(
     request: CoreRequest, stop_strings: Sequence[str], tokenizer: Tokenizer | None
 ) -> tuple[Prompt, NewText | None]:
     prompt = Prompt(request, ReplyOptions(frozenset(), stop_strings=tuple(stop_strings)))
-    return prompt, None if tokenizer is None else new_text(prompt, tokenizer, skip_special_tokens=True)
+    return prompt, None if tokenizer is None else new_text(prompt, tokenizer)
 
 
 def _generation(request: CoreRequest, outputs: Sequence[Output]) -> Generation:

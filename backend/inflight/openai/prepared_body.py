@@ -93,7 +93,7 @@ def prepare_body(
         if asked.echo and (text is None or len(kept) < len(of_prompt)):
             text = tokenizer.decode(kept, asked.skip_special_tokens)
         prompt = make_prompt(asked, kept, text, description, model.encoder, encoded)
-        prompts.append((prompt, new_text(prompt, tokenizer, asked.skip_special_tokens)))
+        prompts.append((prompt, new_text(prompt, tokenizer)))
     tells_tokens = asked.num_top is not None or asked.num_prompt_top is not None
     return PreparedBody(
         asked,

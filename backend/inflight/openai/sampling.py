@@ -146,6 +146,7 @@ def make_prompt(
             include_prompt=asked.echo,
             stop_strings=stop_strings,
             min_tokens=body.min_tokens,
+            skip_special_tokens=asked.skip_special_tokens,
             vocab_size=limits.vocab_size,
         ),
     )

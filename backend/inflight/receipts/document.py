@@ -23,9 +23,12 @@ from inflight.core.request.guide import Guide, GuideKind
 from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import NEUTRAL, SamplingConfig
 from inflight.errors import InvalidArgument
+from inflight.prompt import ReplyOptions
 
 FORMAT = 1
 """Version of the document's format."""
+NO_TEXT = ReplyOptions(frozenset())
+"""Options of a reply without stop strings."""
 _SEED = "random_seed"
 _LARGEST_EXACT = 1 << 53
 _DIGEST, _SIGNATURE = "digest", "signature"
@@ -116,6 +119,8 @@ class RequestForm(Struct, frozen=True):
         end_ids: Token ids that end the sequence.
         stop_strings: Texts that end the output.
         min_tokens: A stop string is ignored if one of the first `min_tokens` tokens completes it.
+        skip_special_tokens: Whether stop strings are searched in the text without its special tokens, too; true
+            without stop strings.
         stop_words: Token sequences that end the output.
         stop_words_after: A stop word is ignored if it is complete within this many tokens.
         bad_words: Token sequences that are never generated.
@@ -131,6 +136,7 @@ class RequestForm(Struct, frozen=True):
     end_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     min_tokens: int = 0
+    skip_special_tokens: bool = True
     stop_words: tuple[tuple[int, ...], ...] = ()
     stop_words_after: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -247,17 +253,14 @@ def _plain(value: Any) -> Any:
 # ---------------------------------------------------------------------- requests
 
 
-def request_form(
-    request: Request, stop_strings: tuple[str, ...] = (), min_tokens: int = 0, adapter: str = ""
-) -> RequestForm:
+def request_form(request: Request, options: ReplyOptions = NO_TEXT, adapter: str = "") -> RequestForm:
     """Return a request in canonical form.
 
     Drafts without logits are left out, as they have no effect on tokens.
 
     Args:
         request: The request.
-        stop_strings: Texts that end the output, for which the front end searches.
-        min_tokens: As in RequestForm.
+        options: Options of its reply. Tokens depend on those of the search for stop strings.
         adapter: Digest of the request's adapter.
     """
     guide, lora = request.guide, request.lora
@@ -266,8 +269,9 @@ def request_form(
         max_new_tokens=request.max_new_tokens,
         sampling=_sampling_form(request.sampling),
         end_ids=request.end_ids,
-        stop_strings=stop_strings,
-        min_tokens=min_tokens if stop_strings else 0,
+        stop_strings=options.stop_strings,
+        min_tokens=options.min_tokens if options.stop_strings else 0,
+        skip_special_tokens=options.skip_special_tokens or not options.stop_strings,
         stop_words=request.stop_words,
         stop_words_after=request.stop_words_after if request.stop_words else 0,
         bad_words=request.bad_words,

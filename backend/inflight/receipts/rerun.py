@@ -111,12 +111,16 @@ class Rerun:
             output=OutputOptions(exclude_input_from_output=True, return_receipt=True),
         )
         request.validate(described.limits)
-        prompt = Prompt(
-            request, ReplyOptions(frozenset(), stop_strings=form.stop_strings, min_tokens=form.min_tokens)
+        options = ReplyOptions(
+            frozenset(),
+            stop_strings=form.stop_strings,
+            min_tokens=form.min_tokens,
+            skip_special_tokens=form.skip_special_tokens,
         )
+        prompt = Prompt(request, options)
         text = None
         if form.stop_strings:
-            text = new_text(prompt, Tokenizer.from_dir(described.tokenizer_dir), skip_special_tokens=True)
+            text = new_text(prompt, Tokenizer.from_dir(described.tokenizer_dir))
         reply = Reply([(prompt, text)], in_one=True)
         # Responses are not merged, because with some tokenizers the token that completes a stop string would
         # then depend on timing.

@@ -7,8 +7,10 @@ import msgspec
 from inflight.core.request.request import Request
 from inflight.core.request.response import SequenceResult
 from inflight.core.request.stop import FinishReason
+from inflight.prompt import ReplyOptions
 from inflight.receipts.document import (
     FORMAT,
+    NO_TEXT,
     EnginePart,
     OutputForm,
     Receipt,
@@ -26,14 +28,12 @@ class ReceiptWriter:
 
     Args:
         request: The request.
-        stop_strings: Texts that end the output.
-        min_tokens: A stop string is ignored if one of the first `min_tokens` tokens completes it.
+        options: Options of its reply.
     """
 
-    def __init__(self, request: Request, stop_strings: tuple[str, ...] = (), min_tokens: int = 0) -> None:
+    def __init__(self, request: Request, options: ReplyOptions = NO_TEXT) -> None:
         self._request = request
-        self._stop_strings = stop_strings
-        self._min_tokens = min_tokens
+        self._options = options
         self._rows: dict[int, list[_Row]] = {}  # by sequence index
         self._num_ended = 0
         self._part = ""
@@ -70,7 +70,7 @@ class ReceiptWriter:
             software=part.software,
             model=part.model,
             engine=part.engine,
-            request=request_form(self._request, self._stop_strings, self._min_tokens, part.adapter),
+            request=request_form(self._request, self._options, part.adapter),
             outputs=tuple(
                 OutputForm(token_ids=tuple(ids), finish_reason=reason.name) for ids, reason in rows
             ),

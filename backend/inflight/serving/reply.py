@@ -31,7 +31,7 @@ _NO_ROWS = FloatTensor((0, 0), b"")
 _FLOAT_BYTES = 4
 
 
-def new_text(prompt: Prompt, tokenizer: Tokenizer, skip_special_tokens: bool) -> NewText:
+def new_text(prompt: Prompt, tokenizer: Tokenizer) -> NewText:
     """Return a function that creates the text of each of the prompt's sequences."""
     options, prompt_ids = prompt.options, prompt.request.input_token_ids
     stop_strings = StopStrings(options.stop_strings)  # one automaton for all sequences
@@ -43,7 +43,7 @@ def new_text(prompt: Prompt, tokenizer: Tokenizer, skip_special_tokens: bool) ->
         options.prompt_text,
         options.include_prompt,
         stop_strings,
-        skip_special_tokens,
+        options.skip_special_tokens,
         options.min_tokens,
     )
 
@@ -93,7 +93,7 @@ class Reply:
         self._repetition = repetition
         self._sequences: dict[tuple[int, int], _Sequence] = {}  # by batch index and sequence index
         self._receipts = {
-            index: _receipt_writer(prompt)
+            index: ReceiptWriter(prompt.request, prompt.options)
             for index, (prompt, _) in enumerate(self._prompts)
             if prompt.request.output.return_receipt
         }
@@ -125,11 +125,6 @@ class Reply:
             text, receipt = new_text() if new_text else None, self._receipts.get(batch_index)
             self._sequences[key] = _Sequence(prompt, text, self._repetition, receipt)
         return self._sequences[key]
-
-
-def _receipt_writer(prompt: Prompt) -> ReceiptWriter:
-    options = prompt.options
-    return ReceiptWriter(prompt.request, options.stop_strings, options.min_tokens)
 
 
 class _Sequence:

@@ -59,6 +59,7 @@ class ServingContext:
         encoder: Encoder of the request's texts.
         parameters: The request's parameters.
         has_draft_model: Whether another model can draft tokens.
+        skip_special_tokens: Whether special tokens are left out of texts.
         pictures: Encoder of the request's pictures; None if there is none.
     """
 
@@ -69,6 +70,7 @@ class ServingContext:
     encoder: TextEncoder
     parameters: RequestParameters = NO_PARAMETERS
     has_draft_model: bool = False
+    skip_special_tokens: bool = True
     pictures: BlockingEncoder | None = None
 
 
@@ -236,6 +238,7 @@ class _PromptReader:
             prompt_text=prompt_text,
             include_prompt=not exclude_input and not streaming,
             stop_strings=stop_strings,
+            skip_special_tokens=context.skip_special_tokens,
             vocab_size=context.description.limits.vocab_size,
             offered=context.description.limits.additional_outputs,
         )

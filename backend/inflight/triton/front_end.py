@@ -288,6 +288,7 @@ class FrontEnd:
             ),
             parameters=parameters,
             has_draft_model=model.parameters.tensorrt_llm_draft_model_name is not None,
+            skip_special_tokens=model.parameters.skip_special_tokens,
             pictures=self._pictures or ServerPictures(lambda: entry.ending is not Ending.NONE),
         )
 
@@ -300,7 +301,7 @@ class FrontEnd:
         tokenizer = find(context.description.tokenizer_dir)
         if tokenizer is None:
             return None
-        return new_text(prompt, tokenizer, self._model.parameters.skip_special_tokens)
+        return new_text(prompt, tokenizer)
 
     def _refuse(self, stream: ClientStream, origin: Origin | None, error: InflightError) -> None:
         """Answer a request with an error. With an origin, it gets its line in the access log here."""
