@@ -60,23 +60,30 @@ def engine(**parameters: str) -> Iterator[EngineClient]:
         yield client
 
 
-Asked = tuple[Request, tuple[str, ...], int]
-"""A request, its stop strings, and the number of tokens in which these are ignored."""
+Asked = tuple[Request, ReplyOptions]
+"""A request, and the options of its reply."""
+
+
+def stopping(*stop_strings: str, **options: Any) -> ReplyOptions:
+    """Return the options of a reply that ends at stop strings."""
+    return ReplyOptions(frozenset(), stop_strings=stop_strings, **options)
 
 
 def asked_again(receipt: Receipt) -> Asked:
     form = receipt.request
-    return to_request(form), form.stop_strings, form.min_tokens
+    options = stopping(
+        *form.stop_strings, min_tokens=form.min_tokens, skip_special_tokens=form.skip_special_tokens
+    )
+    return to_request(form), options
 
 
 def run_together(client: EngineClient, several: Sequence[Asked], streaming: bool = False) -> list[Receipt]:
     """Run requests side by side, as front ends do; return their receipts."""
     delivery: Delivery[Response] = Delivery()
     running: dict[int, tuple[int, Any, Reply]] = {}
-    for number, (request, stop_strings, min_tokens) in enumerate(several):
-        streams = engine_streams(streaming, stop_strings, request.sampling.uses_beams)
+    for number, (request, options) in enumerate(several):
+        streams = engine_streams(streaming, options.stop_strings, request.sampling.uses_beams)
         request = replace(request, streaming=streams, output=OutputOptions(return_receipt=True))
-        options = ReplyOptions(frozenset(), stop_strings=stop_strings, min_tokens=min_tokens)
         prompt = Prompt(request, replace(options, streaming=streaming))
         reply = Reply([(prompt, new_text(prompt, TOKENIZER))], in_one=not streaming)
         handle = client.submit(request, delivery.put)

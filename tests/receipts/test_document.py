@@ -8,7 +8,7 @@ import hmac
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ import pytest
 from inflight.core.request.adapter import LoraRequest, Matrix, RawBuffer
 from inflight.core.request.drafted import DraftedRequest
 from inflight.core.request.guide import Guide, GuideKind
-from inflight.core.request.prompt_table import PromptTable
+from inflight.core.request.prompt_table import PromptTable, RotaryTable
 from inflight.core.request.request import ExternalDraft, FloatTensor, Request
 from inflight.core.request.sampling_config import CONTROLS, SamplingConfig
 from inflight.errors import InvalidArgument
+from inflight.prompt import ReplyOptions
 from inflight.receipts.document import (
     canonical,
     digest_of,
@@ -30,7 +31,7 @@ from inflight.receipts.document import (
     why_not_rerun,
 )
 from inflight.receipts.verify import fault_of_seal, find_receipt
-from tests.receipts.factories import make_document, make_receipt, make_request
+from tests.receipts.factories import make_document, make_receipt, make_request, stopping
 
 ALTERED = "the receipt was altered: its digest is not that of its content"
 FULL = make_request(
@@ -55,7 +56,7 @@ def values_in(document: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def test_tampering_with_any_value_is_detected() -> None:
-    form = request_form(FULL, ("stop",), 1, "blake2b:00")
+    form = request_form(FULL, stopping("stop", min_tokens=1, skip_special_tokens=False), "blake2b:00")
     document = make_document(request=form, cannot_rerun="why")
     assert fault_of_seal(document, None) == ""
     for number in range(len(list(values_in(document)))):
@@ -134,6 +135,62 @@ def test_everything_else_survives() -> None:
     assert request == replace(FULL, lora=None)
 
 
+NO_EFFECT: dict[type[Any], str] = {
+    Request: "request_id streaming pad_id output prompt_lookup_num_tokens identity retention priority client_id "
+    "allotted_time_ms arrival_time_ns is_continuation may_be_continued origin",
+    DraftedRequest: "num_draft_tokens",
+    # The engine's own rounds of drafts alone set ends_sequence; the receipt is the whole request's.
+    ExternalDraft: "token_ids acceptance_threshold ends_sequence",
+    # Only a request with a prompt table, which cannot be re-run, has ids from vocab_size on.
+    ReplyOptions: "outputs named streaming prompt_text include_prompt vocab_size offered",
+}
+"""The fields on which no token depends."""
+ROTARY = RotaryTable.of(Matrix((1, 2), "float32", RawBuffer(bytes(8))), 0)
+TABLE = PromptTable.of(Matrix((1, 2), "float32", RawBuffer(bytes(8))))
+LOGITS = FloatTensor((1, 2), bytes(8))
+EXAMPLES: dict[type[Any], dict[str, Any]] = {
+    Request: {
+        "input_token_ids": (9,),
+        "max_new_tokens": 9,
+        "end_ids": (9,),
+        "sampling": SamplingConfig(top_k=9),
+        "stop_words": ((9,),),
+        "stop_words_after": 9,
+        "bad_words": ((8,),),
+        "embedding_bias": LOGITS,
+        "draft": ExternalDraft((5,), LOGITS),
+        "logits_post_processor_name": "mine",
+        "guide": Guide(GuideKind.JSON),
+        "lora": LoraRequest(name="other"),
+        "prompt_table": TABLE,
+        "rotary_table": ROTARY,
+    },
+    DraftedRequest: {"use_draft_logits": True},
+    ExternalDraft: {"logits": LOGITS},
+    ReplyOptions: {"stop_strings": ("x",), "min_tokens": 9, "skip_special_tokens": False},
+}
+"""Another value of every other field."""
+
+
+@pytest.mark.parametrize("owner", EXAMPLES)
+def test_every_field_on_which_tokens_depend_is_in_the_receipt_or_prevents_the_rerun(owner: type[Any]) -> None:
+    inherited = fields(Request) if owner is DraftedRequest else ()
+    names = {each.name for each in fields(owner)} - {each.name for each in inherited}
+    assert names == {*NO_EFFECT[owner].split(), *EXAMPLES[owner]}
+    options = stopping("stop")
+    drafted = DraftedRequest(**{each.name: getattr(FULL, each.name) for each in fields(Request)})
+    before = request_form(FULL, options)
+    for name, value in EXAMPLES[owner].items():
+        request, chosen = FULL, options
+        if owner is ReplyOptions:
+            chosen = replace(options, **{name: value})
+        elif owner is ExternalDraft:
+            request = replace(FULL, draft=replace(ExternalDraft((5,)), **{name: value}))
+        else:
+            request = replace(FULL if owner is Request else drafted, **{name: value})
+        assert request_form(request, chosen) != before or why_not_rerun(request), name
+
+
 def test_what_has_no_effect_is_left_out() -> None:
     plain = request_form(make_request())
     other = make_request(
@@ -145,7 +202,8 @@ def test_what_has_no_effect_is_left_out() -> None:
         draft=ExternalDraft((5,)),
         pad_id=3,
     )
-    assert request_form(other) == plain
+    without_stop_strings = stopping(min_tokens=3, skip_special_tokens=False)
+    assert request_form(other, without_stop_strings) == plain
 
 
 @pytest.mark.parametrize(
@@ -156,9 +214,10 @@ def test_what_has_no_effect_is_left_out() -> None:
             "of embedding_bias there are digests only",
         ),
         (
-            make_request(prompt_table=PromptTable.of(Matrix((1, 2), "float32", RawBuffer(bytes(8))))),
+            make_request(prompt_table=TABLE),
             "of prompt_embedding_table there are digests only",
         ),
+        (make_request(rotary_table=ROTARY), "of mrope_rotary_cos_sin there are digests only"),
         (
             make_request(draft=ExternalDraft((5,), FloatTensor((1, 2), bytes(8)))),
             "tokens depend on the draft's logits",

@@ -6,14 +6,13 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from inflight.core.ports import EngineClient
 from inflight.core.request.guide import Guide, GuideKind
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.receipts.document import Receipt, finished
+from inflight.receipts.document import NO_TEXT, Receipt, finished
 from inflight.receipts.rerun import Rerun, Sources
 from inflight.receipts.verify import first_difference
 from inflight.server.repository import default_repository
@@ -26,6 +25,7 @@ from tests.receipts.factories import (
     make_request,
     run_together,
     sampled,
+    stopping,
 )
 from tests.tiers import examples, with_all
 
@@ -37,7 +37,9 @@ OTHERS = {
     "static": {"gpt_model_type": "V1"},
     "no reuse": {"enable_kv_cache_reuse": "false", "max_batch_size": "8"},
     "queue": {"batch_scheduler_policy": "max_utilization"},
+    "longest prefix first": {**CHUNKED, "schedule_policy": "lpm", "max_batch_size": "4"},
 }
+SOURCES = Sources(default_repository(), model=str(DEMO), settings={"max_tokens_in_paged_kv_cache": "8192"})
 
 
 def draw(seed: int) -> Asked:
@@ -46,12 +48,12 @@ def draw(seed: int) -> Asked:
     text = chance.choice(PROMPTS) * chance.choice((1, 1, 6))
     kind = seed % 6
     fields: dict[str, object] = {"end_ids": chance.choice(((), (2,)))}
-    stops: tuple[str, ...] = ()
+    options = NO_TEXT
     sampling = sampled(random_seed=chance.getrandbits(64), top_k=chance.choice((0, 20)))
     if kind == 1:
         sampling = SamplingConfig()
     elif kind == 2:
-        stops = ("\n", "return")
+        options = stopping("\n", "return", min_tokens=chance.choice((0, 3)))
     elif kind == 3:
         sampling = replace(sampling, num_return_sequences=2, repetition_penalty=1.2)
     elif kind == 4:
@@ -59,7 +61,7 @@ def draw(seed: int) -> Asked:
     elif kind == 5:
         fields["guide"] = Guide(GuideKind.REGEX, "[a-z]{3,12}( [0-9]+)*")
     request = make_request(TOKENIZER.encode(text), chance.randint(4, 24), sampling=sampling, **fields)
-    return request, stops, chance.choice((0, 3)) if stops else 0
+    return request, options
 
 
 @pytest.fixture(scope="module")
@@ -102,16 +104,36 @@ def test_receipts_contain_the_tokens_up_to_the_stop_string(receipts: list[Receip
         assert ("\n" in text or "return" in text) or len(output.token_ids) <= 3, (text, before)
 
 
-def test_a_receipt_is_rerun_alone(receipts: list[Receipt], tmp_path: Path) -> None:
-    settings = {"max_tokens_in_paged_kv_cache": "8192"}
-    sources = Sources(default_repository(), model=str(DEMO), settings=settings)
+def test_a_receipt_is_rerun_alone(receipts: list[Receipt]) -> None:
     chosen = [receipts[2], receipts[4]] if examples(fast=1, all=2) == 1 else receipts[:12]
     for receipt in chosen:
-        rerun = Rerun(receipt, sources)
+        rerun = Rerun(receipt, SOURCES)
         assert rerun.files() == receipt.model.files
         again = rerun.run()
         assert first_difference(receipt, again) == ""
         assert (again.engine, again.software) == (receipt.engine, receipt.software)
+
+
+def test_special_tokens_divide_stop_strings_only_if_they_are_shown(client: EngineClient) -> None:
+    (special,) = TOKENIZER.special_ids
+    sampling = sampled(
+        random_seed=3, logit_bias_ids=(special,), logit_bias_values=(7.0,), presence_penalty=7.0
+    )  # gives about one special token
+    request = make_request(TOKENIZER.encode(PROMPTS[0]), 24, sampling=sampling)
+    (whole,) = run_together(client, [(request, NO_TEXT)])
+    ids = whole.outputs[0].token_ids
+    place = next(
+        n for n in range(1, len(ids) - 1) if ids[n] == special and special not in (ids[n - 1], ids[n + 1])
+    )
+    stop = TOKENIZER.decode((ids[place - 1], ids[place + 1]))
+    several = [(request, stopping(stop, skip_special_tokens=skips)) for skips in (True, False)]
+    skipping, showing = run_together(client, several)
+    assert skipping.outputs[0].finish_reason == "STOP_WORDS"
+    assert showing.outputs == whole.outputs
+    assert "skip_special_tokens" not in finished(skipping, "")  # as receipts that lack the field
+    again = Rerun(showing, SOURCES).run()
+    assert first_difference(showing, again) == ""
+    assert again.request == showing.request
 
 
 def test_a_receipt_names_code_and_settings(receipts: list[Receipt]) -> None:

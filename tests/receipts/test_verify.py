@@ -17,7 +17,7 @@ import pytest
 from inflight.core.request.adapter import LoraRequest
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.receipts import verify
-from inflight.receipts.document import EngineForm, OutputForm, Receipt, finished, request_form
+from inflight.receipts.document import NO_TEXT, EngineForm, OutputForm, Receipt, finished, request_form
 from inflight.receipts.verify import differing_environment, first_difference
 from tests.openai_endpoint.serving import DEMO
 from tests.receipts.factories import engine, make_document, make_receipt, make_request, run_together, sampled
@@ -30,7 +30,7 @@ Verify = Callable[..., tuple[int, list[str]]]
 @pytest.fixture(scope="module")
 def receipt() -> Receipt:
     with engine() as client:
-        return run_together(client, [(make_request(sampling=sampled(random_seed=5), new=12), (), 0)])[0]
+        return run_together(client, [(make_request(sampling=sampled(random_seed=5), new=12), NO_TEXT)])[0]
 
 
 @pytest.fixture
