@@ -229,6 +229,13 @@ def test_a_stop_string_ends_the_receipts_tokens(client: openai.OpenAI) -> None:
     told = [(choice.model_extra or {})["token_ids"] for choice in answer.choices]
     assert [list(output.token_ids) for output in receipt.outputs] == told
     assert receipt.request.stop_strings == (text[8:11],)
+    assert receipt.request.skip_special_tokens
+
+
+def test_a_receipt_says_whether_special_tokens_were_shown_to_stop_strings(client: openai.OpenAI) -> None:
+    shown = {**RECEIPT, "skip_special_tokens": False}
+    answer = client.completions.create(**ASKED, stop=["never"], extra_body=shown)
+    assert not read(json.dumps((answer.model_extra or {})["receipt"])).request.skip_special_tokens
 
 
 @pytest.mark.parametrize(
