@@ -9,6 +9,8 @@ from pathlib import Path
 
 _WRITABLE_BY_OTHERS = 0o022
 _UNUSED_S = 30 * 24 * 3600.0
+PACKED_FOLDER, PACKED_SUFFIX = "packed", ".weights"
+"""Folder of the files of packed weights, below the cache folder, and the end of their names."""
 
 
 def cache_folder() -> Path | None:

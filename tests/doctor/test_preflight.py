@@ -8,13 +8,16 @@ import shutil
 import subprocess
 import sys
 from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from inflight import serve_command
-from inflight.doctor import preflight
+from inflight.doctor import disks, preflight
 from inflight.doctor.finding import red
 from inflight.openai.options import OpenAiOptions
 from inflight.server.errors import OptionError
@@ -27,6 +30,7 @@ from tests.models.zoo import make_model
 from tests.openai_endpoint.small_models import make_classifier
 
 DEMO_MODEL = default_repository() / "tensorrt_llm" / "1" / "demo_model"
+Limit = Callable[[float], None]
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 5\n"
 
 
@@ -277,22 +281,112 @@ def test_sequences_that_the_models_positions_do_not_reach() -> None:
     assert not [*preflight.problems(options)]
 
 
-def test_weights_that_exceed_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "available_cpu_memory", lambda: 1 << 20)
+@pytest.fixture
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> Limit:
+    """Return a function that lets a share of the size of the demo model's files be available as memory."""
     monkeypatch.setattr(preflight, "has_gpu", lambda root: False)
-    assert "GiB of weights" in problem(DEMO_MODEL)
+    size = (DEMO_MODEL / "model.safetensors").stat().st_size
+    return lambda share: monkeypatch.setattr(preflight, "available_cpu_memory", lambda: int(share * size))
+
+
+def test_weights_that_exceed_the_memory(little_memory: Limit) -> None:
+    little_memory(0.1)
+    assert "GiB of weights in bfloat16, and" in problem(DEMO_MODEL)
     assert not list(preflight.problems(ServerOptions(wanted=Wanted(DEMO_MODEL, weights="mmap"))))
+    elsewhere = ServerOptions(wanted=Wanted(DEMO_MODEL), write_repository=Path("models"))
+    assert not list(preflight.problems(elsewhere)), "another machine's memory counts"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fits", "exceeds", "advised"),
+    [
+        (None, 1.01, 0.9, "--dtype int8, --weights mmap or a machine"),
+        ("float16", 1.01, 0.9, "take --dtype int8 or a machine"),
+        ("float32", 2.01, 1.9, "--dtype bfloat16, --weights mmap or a machine"),
+        ("float32", 2.01, 0.9, "--dtype int8, --weights mmap or a machine"),
+        ("float32", 2.01, 0.4, "take --weights mmap or a machine"),
+        ("int8", 0.51, 0.4, "take --weights mmap or a machine"),
+        ("fp8", 0.51, 0.4, "take a machine"),
+    ],
+)
+def test_weights_of_a_given_dtype(
+    dtype: str | None, fits: float, exceeds: float, advised: str, little_memory: Limit
+) -> None:
+    little_memory(fits)
+    assert not list(preflight.problems(ServerOptions(wanted=Wanted(DEMO_MODEL, dtype=dtype))))
+    little_memory(exceeds)
+    assert advised in problem(DEMO_MODEL, dtype=dtype)
+
+
+def test_weights_of_several_ranks_count_together(
+    little_memory: Limit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    little_memory(0.9)
+    for name in list(os.environ):
+        if name.startswith(preflight.OF_MPIRUN):
+            monkeypatch.delenv(name)
+    options = ServerOptions(wanted=Wanted(DEMO_MODEL), tp=2)
+    (found,) = preflight.problems(options)
+    assert "GiB of weights" in found
+    assert not list(preflight.problems(replace(options, mpirun_arguments="--host a,b")))
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    assert not list(preflight.problems(options)), "the job may have other machines"
 
 
 def test_weights_that_transformers_code_would_read_are_not_mapped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, little_memory: Limit
 ) -> None:
-    monkeypatch.setattr(preflight, "available_cpu_memory", lambda: 1 << 20)
-    monkeypatch.setattr(preflight, "has_gpu", lambda root: False)
-    folder = make_checkpoint(tmp_path / "phi", "PhiForCausalLM", model_type="phi")
-    (folder / "model.safetensors").write_bytes(bytes(2 << 20))
+    little_memory(0)
+    folder = make_checkpoint(tmp_path / "phi", "PhiForCausalLM", model_type="phi", dtype="bfloat16")
+    save_file({"a": torch.zeros(64, 64)}, folder / "model.safetensors")
     said = problem(folder, weights="mmap")
-    assert "GiB of weights" in said and said.endswith("are available: take a machine with more memory")
+    assert "GiB of weights in bfloat16" in said and said.endswith(
+        "are available: take a machine with more memory"
+    )
+
+
+def warn(monkeypatch: pytest.MonkeyPatch, free: int, **wanted: object) -> list[str]:
+    """Return the warnings about the demo model with `free` bytes on every disk."""
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(free, 0, free))
+    options = ServerOptions(wanted=Wanted(DEMO_MODEL, **wanted))  # type: ignore[arg-type]
+    return [*preflight.warnings(options)]
+
+
+def test_a_disk_without_room_for_saved_kv_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, of_cache = tmp_path / "kv", {"kv_cache_dir": tmp_path / "kv", "kv_cache_disk_bytes": 3 << 30}
+    assert not warn(monkeypatch, 3 << 30, **of_cache)
+    (found,) = warn(monkeypatch, 2 << 30, **of_cache)
+    assert found.startswith(f"--kv-cache-dir: {folder}, 2.0 GiB free, and --kv-cache-disk is 3.0 GiB: ")
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "blocks").touch()
+    os.truncate(folder / "model" / "blocks", 1 << 30)
+    assert not warn(monkeypatch, 2 << 30, **of_cache), "files of earlier servers are part of the limit"
+
+
+def test_a_cache_without_room_for_packed_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "has_gpu", lambda root: False)
+    monkeypatch.setattr(preflight, "full_for_compiled_layers", lambda dtype, int8: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert not warn(monkeypatch, 1 << 20)
+    (found,) = warn(monkeypatch, 1 << 20, weights="mmap")
+    assert found.startswith(
+        f"{tmp_path}/inflight, 1 MiB free, and the file of --weights mmap takes at least "
+    )
+    (tmp_path / "inflight" / "packed").mkdir()
+    (tmp_path / "inflight" / "packed" / f"{DEMO_MODEL.name}-0123.weights").touch()
+    assert not warn(monkeypatch, 1 << 20, weights="mmap"), "the file was written before"
+
+
+def test_a_cache_without_room_for_compiled_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "has_gpu", lambda root: False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(disks, "foresee", lambda dtype, int8: "c++ compiles them at the first start")
+    (found,) = warn(monkeypatch, 31 << 20)
+    assert found.startswith(f"{tmp_path}/inflight, 31 MiB free: the compiled layers may not fit; ")
+    assert not warn(monkeypatch, 32 << 20) and not warn(monkeypatch, 1 << 20, settings={"kernels": "torch"})
+    monkeypatch.setattr(disks, "foresee", lambda dtype, int8: "kept from an earlier start")
+    assert not warn(monkeypatch, 1 << 20)
 
 
 def test_a_full_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:

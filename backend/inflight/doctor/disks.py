@@ -5,19 +5,26 @@ One thread.
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from inflight.checkpoint_config import checkpoint_name
 from inflight.doctor.finding import Finding, green, red, yellow
+from inflight.engine.cpu.library import CannotBuild, foresee
+from inflight.errors import ConfigError
+from inflight.user_cache import PACKED_FOLDER, PACKED_SUFFIX, cache_folder
 
 MIN_TEMPORARY_BYTES = 16 << 20
 """Room for a server's folder: configurations, compiled request checks, logs."""
 
 _MIN_OWN_BYTES = 32 << 20  # compiled layers of a few dtypes, and folders of GGUF files
 _MIN_HUB_BYTES = 1 << 30
+_OTHER_CACHE = "set XDG_CACHE_HOME to a folder of yours with room"
 
 
 def check_temporary_folder() -> Iterator[Finding]:
@@ -33,10 +40,7 @@ def check_temporary_folder() -> Iterator[Finding]:
 
 def check_own_cache() -> Iterator[Finding]:
     """Report whether the user's cache has room for compiled layers, and for folders of GGUF files."""
-    from inflight.user_cache import cache_folder
-
-    name, folder = "inflight's cache", cache_folder()
-    mend = "set XDG_CACHE_HOME to a folder of yours with room"
+    name, folder, mend = "inflight's cache", cache_folder(), _OTHER_CACHE
     if folder is None:
         says = "neither XDG_CACHE_HOME nor ~/.cache is writable by this user alone"
         yield yellow(name, f"{says}: layers are compiled at every start, GGUF files are refused", mend)
@@ -66,9 +70,78 @@ def check_hub_cache() -> Iterator[Finding]:
         yield green(name, says)
 
 
+def full_for_saved_blocks(folder: Path, limit: int) -> str | None:
+    """Return a warning if the files of saved KV blocks cannot grow to their limit; None if they can.
+
+    Args:
+        folder: Folder of --kv-cache-dir, which need not exist.
+        limit: Maximum size of all its files in bytes, which includes files of earlier servers.
+    """
+    free, says = _room(folder)
+    if free >= limit or free + _size_of_files(folder) >= limit:
+        return None
+    return (
+        f"--kv-cache-dir: {says}, and --kv-cache-disk is {_size(limit)}: no KV blocks are saved on a full disk; "
+        "lower --kv-cache-disk, or free space"
+    )
+
+
+def full_for_packed_weights(checkpoint: Path, least: int) -> str | None:
+    """Return a warning if the packed weights of a checkpoint cannot be written; None if they are there, or fit.
+
+    Args:
+        checkpoint: The checkpoint folder.
+        least: The least number of bytes that they take.
+    """
+    folder = cache_folder()
+    if folder is None:
+        return None  # the load reports it
+    free, says = _room(folder)
+    name = glob.escape(checkpoint_name(checkpoint).replace("/", "--"))
+    if free >= least or any((folder / PACKED_FOLDER).glob(f"{name}-*{PACKED_SUFFIX}")):
+        return None
+    return (
+        f"{says}, and the file of --weights mmap takes at least {_size(least)}: without the file the weights are "
+        f"loaded into memory; free space, or {_OTHER_CACHE}"
+    )
+
+
+def full_for_compiled_layers(dtype: str, int8: bool) -> str | None:
+    """Return a warning if compiled layers would be written to a full disk; None if they are there, or fit.
+
+    Args:
+        dtype: Dtype of activations.
+        int8: Whether weights have 8 or 4 bits.
+    """
+    folder = cache_folder()
+    if folder is None:
+        return None  # as with a read-only disk, the layers are compiled at every start
+    free, says = _room(folder)
+    if free >= _MIN_OWN_BYTES:
+        return None
+    try:
+        if " at the first start" not in foresee(dtype, int8):
+            return None
+    except (CannotBuild, ConfigError):
+        return None  # there is nothing to write
+    return f"{says}: the compiled layers may not fit; free space, or {_OTHER_CACHE}"
+
+
+def _size_of_files(folder: Path) -> int:
+    found = (Path(parent, name) for parent, _, names in os.walk(folder) for name in names)
+    total = 0
+    for file in found:
+        with contextlib.suppress(OSError):  # another server may have removed it
+            total += file.stat().st_size
+    return total
+
+
 def _room(folder: Path) -> tuple[int, str]:
     """Return the number of free bytes where a folder is, or would be made, and these in words."""
     existing = next(each for each in (folder, *folder.parents) if each.exists())
     free = shutil.disk_usage(existing).free
-    size = f"{free / 2**30:.1f} GiB" if free >= 1 << 30 else f"{free >> 20} MiB"
-    return free, f"{folder}, {size} free"
+    return free, f"{folder}, {_size(free)} free"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes >> 20} MiB"

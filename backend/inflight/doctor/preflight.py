@@ -18,12 +18,18 @@ from typing import cast
 from inflight import environment
 from inflight.arguments import why_not_writable
 from inflight.checkpoint_config import CheckpointFacts, ConfigFile, read_config_file
-from inflight.config import EngineConfig, Parameters
-from inflight.doctor.disks import MIN_TEMPORARY_BYTES
+from inflight.config import INT8, MMAP, EngineConfig, Parameters
+from inflight.doctor.disks import (
+    MIN_TEMPORARY_BYTES,
+    full_for_compiled_layers,
+    full_for_packed_weights,
+    full_for_saved_blocks,
+)
 from inflight.doctor.family import refused_by_family, runs_by_transformers
 from inflight.doctor.finding import CONVERT, Level
 from inflight.doctor.machine import check_shared_memory, has_gpu
 from inflight.doctor.named_paths import unusable_adapter, unusable_paths
+from inflight.doctor.weight_bytes import WeightBytes, of_own_layers, of_transformers
 from inflight.doctor.weight_files import lfs_pointer, unreadable_weights
 from inflight.engine.memory import available_cpu_memory
 from inflight.engine.sequence_length import longest_sequence
@@ -45,6 +51,9 @@ _CHECKED = ("*.safetensors", "tokenizer.json", "config.json")
 _NO_TEXT = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _GIB = 2**30
+_MAX_GROWTH = 2  # from a matrix in its file to the least memory that it takes: 16 bits to float32
+OF_MPIRUN = ("SLURM_", "PBS_", "LSB_", "PE_HOSTFILE", "OMPI_MCA_", "PRTE_MCA_")
+"""Beginnings of variables with which a batch system or a user may name other machines to mpirun."""
 
 
 def problems(options: ServerOptions, root: Path = Path("/")) -> Iterator[str]:
@@ -85,7 +94,7 @@ def problems(options: ServerOptions, root: Path = Path("/")) -> Iterator[str]:
         or (None if options.mpirun_arguments else missing_gpu(parameters, root))  # other hosts may have it
         or lacking_in_decoder(parameters)
         or _too_few_tokens(engine)
-        or _memory(options, engine, root)
+        or _memory(options, parameters, root)
         or _weights(options, engine)
         or _tokenizer(options)
         or _head(options)
@@ -119,8 +128,13 @@ def unservable(folder: Path, implementation: str | None) -> str | None:
     return reason or refused_by_family(read_config_file(folder), implementation)
 
 
-def warnings(options: ServerOptions) -> Iterator[str]:
-    """Yield a warning for each feature that a server with these options will lack, and for unused variables."""
+def warnings(options: ServerOptions, root: Path = Path("/")) -> Iterator[str]:
+    """Yield a warning for each feature that a server with these options will lack, and for unused variables.
+
+    Args:
+        options: The server's options.
+        root: Root of the file system in which a GPU is looked for.
+    """
     yield from environment.unused(os.environ)
     model = options.wanted.model
     is_tokenizer_elsewhere = "tokenizer_dir" in options.wanted.settings
@@ -129,6 +143,27 @@ def warnings(options: ServerOptions) -> Iterator[str]:
             f"{model} has no tokenizer.json: only requests with token ids are served; "
             "--set tokenizer_dir=FOLDER names another folder"
         )
+    if options.write_repository is None:  # otherwise the disks are those of another machine
+        with contextlib.suppress(ConfigError):  # `problems` yields it
+            yield from _full_disks(_parameters(options), root)
+
+
+def _full_disks(parameters: Parameters | None, root: Path) -> Iterator[str]:
+    """Yield a warning for each file that a disk has no room for, although a server runs without this file."""
+    if parameters is None:
+        return
+    engine, found = parameters.engine, list[str | None]()
+    if parameters.kv_cache_dir is not None:
+        found.append(full_for_saved_blocks(Path(parameters.kv_cache_dir), parameters.kv_cache_disk_bytes))
+    model = _own_decoder(parameters)
+    if model is not None and _may_be_compiled(engine, model.decoder.dtype) and not has_gpu(root):
+        of_file = _weight_bytes(read_config_file(model.folder), engine) if engine.weights == MMAP else None
+        if of_file is not None:
+            found.append(full_for_packed_weights(model.folder, of_file.least))
+        keeps = engine.dtype is None and model.quantization is not None
+        dtype = "bfloat16" if engine.dtype == INT8 else engine.dtype or model.decoder.dtype or "bfloat16"
+        found.append(full_for_compiled_layers(dtype, engine.dtype == INT8 or keeps))
+    yield from filter(None, found)
 
 
 def _temporary_folder() -> str | None:
@@ -311,32 +346,61 @@ def _too_few_tokens(engine: EngineConfig | None) -> str | None:
     )
 
 
-def _memory(options: ServerOptions, engine: EngineConfig | None, root: Path) -> str | None:
-    """Return by how much the weights exceed the memory, if they are kept as they are stored, on this machine."""
-    wanted, folder = options.wanted, options.wanted.model
-    if folder is None or has_gpu(root):
+def _memory(options: ServerOptions, parameters: Parameters | None, root: Path) -> str | None:
+    """Return by how much the weights, in the least memory of their dtype, exceed the memory of this machine.
+
+    With several ranks, the weights of all ranks count.
+    """
+    folder = options.wanted.model
+    if folder is None or parameters is None or not (folder / "config.json").is_file():
         return None
-    is_kept = wanted.dtype is None and "dtype" not in wanted.settings
-    if not is_kept or max(options.tp or 1, options.pp or 1) > 1:
+    if options.write_repository is not None or has_gpu(root) or _may_use_other_hosts(parameters):
         return None
-    config = read_config_file(folder) if (folder / "config.json").is_file() else None
-    if config is None or config.text_part().multimodal is not None:
+    engine, config, free = parameters.engine, read_config_file(folder), available_cpu_memory()
+    by_transformers = runs_by_transformers(config, engine.implementation)
+    if (engine.weights == MMAP and not by_transformers) or _stored_bytes(folder) * _MAX_GROWTH <= free:
         return None
-    by_transformers = engine is not None and runs_by_transformers(config, engine.implementation)
-    if "mmap" in (wanted.weights, wanted.settings.get("weights")) and not by_transformers:
+    weights = _weight_bytes(config, engine)
+    if weights is None or weights.least <= free:
         return None
-    ways = (
-        "a machine with more memory"
-        if by_transformers
-        else "--dtype int8, --weights mmap or a machine with more memory"
-    )
-    needed, free = _stored_bytes(folder), available_cpu_memory()
-    if needed <= free:
-        return None
+    dtype = weights.smaller_dtype(free)
+    if by_transformers and dtype == "int8":
+        dtype = None
+    can_map = not by_transformers and _may_be_compiled(engine, weights.dtype)
+    ways = [f"--dtype {dtype}"] * (dtype is not None) + ["--weights mmap"] * can_map
+    instead = f"{', '.join(ways)} or " if ways else ""
+    kept = f" in {weights.dtype}" if weights.dtype is not None else ""
     return (
-        f"{folder} has {needed / _GIB:.1f} GiB of weights, and {free / _GIB:.1f} GiB of memory are available: "
-        f"take {ways}"
+        f"{folder} has at least {weights.least / _GIB:.1f} GiB of weights{kept}, and {free / _GIB:.1f} GiB "
+        f"of memory are available: take {instead}a machine with more memory"
     )
+
+
+def _may_be_compiled(engine: EngineConfig, dtype: str | None) -> bool:
+    """Whether compiled layers may run the model, which has weights of this dtype if none is configured."""
+    return engine.kernels != "torch" and (engine.dtype or dtype) not in ("float16", "fp8")
+
+
+def _may_use_other_hosts(parameters: Parameters) -> bool:
+    """Whether mpirun may start ranks on other machines: by its arguments, or in a job of a batch system."""
+    if parameters.tensor_parallel_size * parameters.pipeline_parallel_size == 1:
+        return False
+    return bool(parameters.mpirun_arguments) or any(name.startswith(OF_MPIRUN) for name in os.environ)
+
+
+def _weight_bytes(config: ConfigFile, engine: EngineConfig) -> WeightBytes | None:
+    """Return the sizes of the weights that the engine would load; None if they are in a GGUF file, or unknown."""
+    folder = config.path.parent
+    if is_gguf(folder):
+        return None
+    files = sorted(folder / name for name in _weight_files(folder))
+    if runs_by_transformers(config, engine.implementation):
+        dtype = engine.dtype or config.text_or_none("dtype") or config.text_or_none("torch_dtype")
+        return of_transformers(files, dtype)
+    try:
+        return of_own_layers(describe(config), files, engine.dtype)
+    except ConfigError:
+        return None  # another check, or loading the model, reports it
 
 
 def _tokenizer(options: ServerOptions) -> str | None:

@@ -44,11 +44,10 @@ from inflight.engine.host_memory import Arena
 from inflight.engine.memory import available_cpu_memory
 from inflight.models.survey import file_states
 from inflight.sampling.transfer import as_array
-from inflight.user_cache import cache_folder, mark_used, remove_unused
+from inflight.user_cache import PACKED_FOLDER, PACKED_SUFFIX, cache_folder, mark_used, remove_unused
 
 _PACKAGE = Path(__file__).parents[2]
-_FOLDER = "packed"
-_SUFFIX, _UNFINISHED, _LOCK = ".weights", ".part", ".lock"
+_UNFINISHED, _LOCK = ".part", ".lock"
 _DIGEST_BYTES, _NAME_BYTES = 16, 8
 _ALIGNMENT = 64  # bytes: a cache line
 _TRAILER = struct.Struct(f"<QQ{_DIGEST_BYTES}s{_DIGEST_BYTES}s")
@@ -90,7 +89,7 @@ class PackedFile:
         place = _digest(_encoded((str(checkpoint.resolve()), layout)), size=_NAME_BYTES)
         identity = _digest(place, _encoded(file_states(checkpoint)), _sources())
         name = checkpoint_name(checkpoint).replace("/", "--")
-        return cls(cache / _FOLDER / f"{name}-{place.hex()}{_SUFFIX}", identity)
+        return cls(cache / PACKED_FOLDER / f"{name}-{place.hex()}{PACKED_SUFFIX}", identity)
 
     def load(self, pack: Callable[[Arena], T]) -> Mapped[T]:
         """Map the weights; if the file is missing or has another identity, pack the weights into it first.
@@ -143,7 +142,7 @@ class PackedFile:
         except BaseException:  # of any kind: remove the unfinished file
             part.unlink(missing_ok=True)
             raise
-        for suffix in (_SUFFIX, _UNFINISHED):
+        for suffix in (PACKED_SUFFIX, _UNFINISHED):
             remove_unused(self.path.parent, f"*{suffix}", but=self.path)
 
     @contextmanager
