@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -233,6 +234,16 @@ def test_a_request_that_the_engine_refuses_has_a_line(tmp_path: Path, lines: Acc
     client.close()
     server.close()
     assert len(lines.fields) == 1
+
+
+def test_the_page_about_the_log_describes_every_front_end() -> None:
+    root = Path(__file__).parents[1]
+    sources = (path.read_text(encoding="utf-8") for path in (root / "backend" / "inflight").rglob("*.py"))
+    fronts = {front for source in sources for front in re.findall(r'Origin\(\s*"(\w+)"', source)}
+    (row,) = re.findall(
+        r"^\| `front` \|.*", (root / "docs" / "operating.md").read_text(encoding="utf-8"), re.M
+    )
+    assert set(re.findall(r"`(\w+)` \(", row)) == fronts
 
 
 def test_lines_are_written_as_text_and_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
