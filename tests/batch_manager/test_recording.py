@@ -315,9 +315,9 @@ HEADER = encode(Header(CONFIG, LIMITS))
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "no complete first line"),
-        (HEADER[:-1], "no complete first line"),
-        (b"hello\n", "not the header of a trace"),
+        (b"", "not a file that record_path wrote, or it ends within its first line"),
+        (HEADER[:-1], "it ends within its first line"),
+        (b"hello\n", "not a file that record_path wrote: its first line is not the header of a trace"),
         (b'{"format":"other","version":1}\n', "not the header of a trace"),
         (encode(Begin(IterationInput(0, 0))), "not the header of a trace"),
         (

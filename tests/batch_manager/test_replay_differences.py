@@ -198,7 +198,7 @@ def test_the_program_prints_its_report(trace, capsys):
     ("spoil", "said"),
     [
         (lambda path: path.unlink(), "No such file"),
-        (lambda path: path.write_bytes(b""), "no complete first line"),
+        (lambda path: path.write_bytes(b""), "it is not a file that record_path wrote"),
         (lambda path: change(path, 0, version=99), "version 99"),
         (lambda path: change(path, 0, config=SchedulingConfig(max_num_tokens=1)), "max_num_tokens is 1"),
         (lambda path: change(path, 2, iteration=5), "line 3: a result of iteration 5"),

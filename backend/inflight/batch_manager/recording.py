@@ -47,6 +47,8 @@ FORMAT = "inflight-trace"
 VERSION = 4
 """The version of the records and their dataclasses; traces of other versions cannot be read."""
 
+_NOT_RECORDED = "it is not a file that record_path wrote"
+
 _log = logging.getLogger(__name__)
 
 
@@ -295,11 +297,11 @@ class Trace:
         self.is_cut_short = False
         line = file.readline()
         if not line.endswith(b"\n"):
-            raise BadTrace("it has no complete first line")
+            raise BadTrace(f"{_NOT_RECORDED}, or it ends within its first line")
         _check_version(line)
         record = decode(line)
         if not isinstance(record, Header):
-            raise BadTrace("its first line is not a header")
+            raise BadTrace(f"{_NOT_RECORDED}: its first line is not a header")
         self.header = record
 
     def __iter__(self) -> Iterator[Begin | End]:
@@ -325,7 +327,7 @@ def _check_version(line: bytes) -> None:
     except (msgspec.MsgspecError, RecursionError):
         found = _Format()
     if found.format != FORMAT:
-        raise BadTrace("its first line is not the header of a trace")
+        raise BadTrace(f"{_NOT_RECORDED}: its first line is not the header of a trace")
     if found.version != VERSION:
         raise BadTrace(f"it is a trace of version {found.version}, and this program reads version {VERSION}")
 
