@@ -53,8 +53,10 @@ def server_error(error: Exception, url: str) -> ServerError:
             f"the address is {url!r}, expected HOST:PORT of Triton's gRPC, as localhost:8001 ({message})"
         )
     elif status == "UNAVAILABLE" and "connect" in message.lower():
-        starts = "scripts/serve (or inflight serve) starts one, with gRPC at port 8001"
-        message = f"no server answers at {url}; {starts} ({message})"
+        # An HTTP server may listen there: gRPC reports that only in some attempts.
+        expected = "url is the address of Triton's gRPC port, not of /v1"
+        starts = "scripts/serve (or inflight serve) starts a server, with gRPC at port 8001"
+        message = f"no gRPC server answers at {url}; {expected}; {starts} ({message})"
     return ServerError(status, message)
 
 

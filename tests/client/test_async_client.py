@@ -102,7 +102,7 @@ def test_errors_carry_the_servers_status_or_unavailable(server: FakeServer) -> N
     with pytest.raises(ServerError, match="in flight") as caught:
         asyncio.run(ask(server.url))
     assert caught.value.status == "ALREADY_EXISTS"
-    with pytest.raises(ServerError, match="no server answers at localhost:9") as caught:
+    with pytest.raises(ServerError, match="no gRPC server answers at localhost:9") as caught:
         asyncio.run(ask("localhost:9"))
     assert caught.value.status == "UNAVAILABLE"
 

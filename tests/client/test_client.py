@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -183,10 +184,23 @@ def test_an_error_after_some_deltas_is_raised_after_them(server, client) -> None
 @pytest.mark.parametrize("attempt", range(5))  # the refusal races with the sending of the request
 def test_an_unreachable_server_is_an_error_with_the_remedy(attempt: int) -> None:
     with pytest.raises(
-        ServerError, match=r"no server answers at localhost:9; scripts/serve \(or inflight serve\) starts one"
+        ServerError,
+        match=r"no gRPC server answers at localhost:9; .* scripts/serve \(or inflight serve\) starts a server",
     ) as caught:
         Client("localhost:9").generate("x")
     assert caught.value.status == "UNAVAILABLE"
+
+
+def test_the_port_of_an_http_server_is_an_error_that_names_the_right_port() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as http_server:
+        threading.Thread(target=http_server.serve_forever).start()
+        url = f"127.0.0.1:{http_server.server_port}"
+        with pytest.raises(
+            ServerError,
+            match=f"no gRPC server answers at {url}; url is the address of Triton's gRPC port, not of /v1",
+        ):
+            Client(url).generate("x")
+        http_server.shutdown()
 
 
 # -------------------------------------------------------------------- ending early

@@ -172,7 +172,7 @@ def test_a_server_without_state_requests_is_an_error(server: FakeServer, capsys)
     [
         (
             ["x", "--url", "localhost:9"],
-            "error: UNAVAILABLE: no server answers at localhost:9; scripts/serve",
+            "error: UNAVAILABLE: no gRPC server answers at localhost:9; url is the address of Triton's gRPC port",
         ),
         (["x", "--seed", "-1"], "error: seed must be in"),
     ],
