@@ -11,7 +11,9 @@ import pytest
 from inflight.adapters.cache import HostAdapterCache
 from inflight.adapters.lora_rows import CheckedAdapter
 from inflight.core.request.adapter import AdapterEvent, AdapterUpdate, LoraRequest
+from inflight.core.request.request import Origin
 from inflight.errors import ConfigError, InflightError, InvalidArgument, NotFound, StepFailed, Unavailable
+from tests.lines_of import lines_of
 
 from .caching import WAIT_S, WRONG, Make, by_id, errors, make_weights, ready
 
@@ -88,6 +90,23 @@ def test_an_error_of_any_kind_fails_the_waiting_requests_and_not_the_thread(
         it.submit(2, LoraRequest(name="it"))
     assert errors(it.settle()) == {1: says, 2: says}
     assert ready(it.run(3, by_id(1, make_weights()))) == {3: 0}
+
+
+def test_log_lines_name_the_request_that_an_adapter_is_read_for(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = make()
+    monkeypatch.setattr(it.cache, "_read", lambda lora: 1 / 0)
+    with lines_of("inflight.adapters.cache") as lines:
+        for number, task_id, weights in ((1, 7, make_weights()), (2, 8, None)):
+            it.cache.submit(number, by_id(task_id, weights), Origin("openai", f"id-{number}"))
+            it.settle()
+        it.run(3, by_id(9))
+    assert lines == [
+        "the LoRA adapter 7 could not be loaded request_id=id-1",
+        "the LoRA adapter 8 could not be loaded request_id=id-2",
+        "the LoRA adapter 9 could not be loaded",
+    ]
 
 
 @pytest.mark.parametrize(

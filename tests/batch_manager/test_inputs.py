@@ -8,6 +8,7 @@ from inflight.batch_manager.inputs import OwnInputs
 from inflight.core.kv.block_store import StoreUpdate
 from inflight.core.kv.store_stats import StoreStats
 from inflight.core.request.adapter import AdapterUpdate, LoraRequest
+from inflight.core.request.request import Origin
 from tests.batch_manager.ranks_in_memory import make_ranks
 from tests.core.factories import make_request, make_scheduler
 
@@ -18,7 +19,7 @@ class Cache:
     def __init__(self) -> None:
         self.submitted: list[tuple[int, LoraRequest]] = []
 
-    def submit(self, request_id: int, lora: LoraRequest) -> None:
+    def submit(self, request_id: int, lora: LoraRequest, origin: Origin | None = None) -> None:
         self.submitted.append((request_id, lora))
 
     def update(self) -> AdapterUpdate:

@@ -19,7 +19,7 @@ from inflight.core.request.adapter import (
     StoredAdapter,
 )
 from inflight.core.request.guide import Guide, GuideEvent, GuideKind
-from inflight.core.request.request import IterationInput, Request
+from inflight.core.request.request import IterationInput, Origin, Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import FinishReason, StopReason, StopSignal
 from inflight.core.schedule.batch import ModelOutput, ScheduledBatch
@@ -349,7 +349,7 @@ class Cache:
         self.asked: list[tuple[int, LoraRequest]] = []
         self.forgotten: list[int] = []
 
-    def submit(self, request_id: int, lora: LoraRequest) -> None:
+    def submit(self, request_id: int, lora: LoraRequest, origin: Origin | None = None) -> None:
         self.asked.append((request_id, lora))
 
     def update(self) -> AdapterUpdate:

@@ -26,7 +26,7 @@ from inflight.core.request.adapter import (
     RawBuffer,
     StoredAdapter,
 )
-from inflight.core.request.request import ExternalDraft, Request
+from inflight.core.request.request import ExternalDraft, Origin, Request
 from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import AdapterLoad
@@ -69,7 +69,7 @@ class HostAdapters:
         self._new: list[StoredAdapter] = []
         self._next_handle = 1
 
-    def submit(self, request_id: int, lora: LoraRequest) -> None:
+    def submit(self, request_id: int, lora: LoraRequest, origin: Origin | None = None) -> None:
         task = lora.task_id
         assert task is not None
         if task not in self._stored:

@@ -15,11 +15,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from inflight.adapters.lora_rows import CheckedAdapter
 from inflight.adapters.waiting_weights import WaitingWeights
 from inflight.core.request.adapter import AdapterEvent, AdapterUpdate, LoraRequest, StoredAdapter
+from inflight.core.request.request import Origin
 from inflight.errors import (
     BadAdapter,
     InflightError,
@@ -30,6 +31,7 @@ from inflight.errors import (
     Unavailable,
     without_places,
 )
+from inflight.log_lines import REQUEST_ID
 
 _log = logging.getLogger(__name__)
 
@@ -86,11 +88,18 @@ class _HeldAdapter:
         )
 
 
+class _WaitingRequest(NamedTuple):
+    """A request that waits for its adapter: what it names or contains, and its origin for log lines."""
+
+    lora: LoraRequest
+    origin: Origin | None
+
+
 @dataclass(eq=False, slots=True)
 class _PendingAdapter:
     """An adapter to read, and the requests that wait for it, some of which contain its weights."""
 
-    waiting: dict[int, LoraRequest] = field(default_factory=dict[int, LoraRequest])
+    waiting: dict[int, _WaitingRequest] = field(default_factory=dict[int, _WaitingRequest])
     is_ordered: bool = False  # requested by `HostAdapterCache.load`
     done: Future[AdapterInfo] = field(default_factory=lambda: Future[AdapterInfo]())
 
@@ -143,7 +152,7 @@ class HostAdapterCache:
 
     # ---------------------------------------------------------------- the loop thread
 
-    def submit(self, request_id: int, lora: LoraRequest) -> None:
+    def submit(self, request_id: int, lora: LoraRequest, origin: Origin | None = None) -> None:
         key = replace(lora, weights=None)
         with self._lock:
             try:
@@ -155,7 +164,7 @@ class HostAdapterCache:
             if entry is not None:
                 self._use(request_id, entry)
             else:
-                self._load_for(key).waiting[request_id] = lora
+                self._load_for(key).waiting[request_id] = _WaitingRequest(lora, origin)
                 self._waiting[request_id] = key
 
     def update(self) -> AdapterUpdate:
@@ -301,15 +310,20 @@ class HostAdapterCache:
     def _attempt(self, key: LoraRequest) -> bool:
         """Try to store an adapter; return whether there is something else to try.
 
-        Weights in requests are tried first, one request after the other; the folder is tried last.
+        Weights in requests are tried first, one request after the other; the folder is tried last. Log lines
+        name the request whose weights are tried, and for the folder the request that has waited longest.
         """
         with self._lock:
             load = self._loads[key]
             if not load.waiting and not load.is_ordered:
                 del self._loads[key]
                 return False
-            with_weights = (each for each in load.waiting.items() if each[1].weights is not None)
-            request_id, lora = next(with_weights, (None, key))
+            senders = (each for each, waiting in load.waiting.items() if waiting.lora.weights is not None)
+            request_id = next(senders, None)
+            lora = key if request_id is None else load.waiting[request_id].lora
+            named = next(iter(load.waiting), None) if request_id is None else request_id
+            origin = None if named is None else load.waiting[named].origin
+        REQUEST_ID.set("" if origin is None else origin.request_id)
         found = self._try_to_read(lora)
         with self._lock:
             is_done = self._finish_attempt(key, load, request_id, found)
@@ -363,7 +377,7 @@ class HostAdapterCache:
         if request_id is not None:
             failed = [request_id] if request_id in load.waiting else []
         else:
-            failed = [each for each, lora in load.waiting.items() if lora.weights is None]
+            failed = [each for each, waiting in load.waiting.items() if waiting.lora.weights is None]
         for each in failed:
             del load.waiting[each], self._waiting[each]
             self._fail(each, found)

@@ -129,20 +129,20 @@ class OwnInputs:
         There may be changes without requests, as an adapter may be unloaded.
         """
         adapted = [
-            (request.request_id, request.lora)
+            (request.request_id, request.lora, request.origin)
             for request in self._to_be_accepted(requests)
             if request.lora is not None
         ]
         if self._adapters is None:
             refused = (
-                AdapterEvent(i, error_kind=_NO_ADAPTERS.kind, error=_NO_ADAPTERS.marked) for i, _ in adapted
+                AdapterEvent(i, error_kind=_NO_ADAPTERS.kind, error=_NO_ADAPTERS.marked) for i, *_ in adapted
             )
             return AdapterUpdate(events=tuple(refused))
         for request_id in [each for each in self._adapted if not self._scheduler.is_active(each)]:
             self._adapters.forget(request_id)
             self._adapted.remove(request_id)
-        for request_id, lora in adapted:
-            self._adapters.submit(request_id, lora)
+        for request_id, lora, origin in adapted:
+            self._adapters.submit(request_id, lora, origin)
             self._adapted.add(request_id)
         return self._adapters.update()
 

@@ -169,8 +169,8 @@ class AdapterCache(Protocol):
     update.
     """
 
-    def submit(self, request_id: int, lora: LoraRequest) -> None:
-        """Request an event about this request's adapter. Never blocks."""
+    def submit(self, request_id: int, lora: LoraRequest, origin: Origin | None = None) -> None:
+        """Request an event about this request's adapter; `origin` is for log lines. Never blocks."""
         ...
 
     def update(self) -> AdapterUpdate:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from inflight.core.request.adapter import AdapterEvent, AdapterUpdate, LoraRequest, StoredAdapter
-from inflight.core.request.request import IterationInput
+from inflight.core.request.request import IterationInput, Origin
 from inflight.errors import InvalidArgument, StepFailed
 from inflight.testing.small_inputs import make_adapter
 
@@ -86,7 +86,7 @@ class HostCache:
         self._versions: dict[LoraRequest, int] = {}
         self._users: dict[int, LoraRequest] = {}  # by request id
 
-    def submit(self, request_id: int, lora: LoraRequest) -> None:
+    def submit(self, request_id: int, lora: LoraRequest, origin: Origin | None = None) -> None:
         """Look up or store a request's adapter."""
         self._due[request_id] = self._now + fate_of(self._seed, request_id).delay, lora
 
