@@ -12,7 +12,7 @@ import pytest
 from inflight.batch_manager import GptManager
 from inflight.batch_manager.instruments import NO_INSTRUMENTS, Instruments
 from inflight.config import SchedulingConfig
-from inflight.core.request.request import Request
+from inflight.core.request.request import Origin, Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import FinishReason, StopSignal
 from inflight.core.schedule.batch import EngineLimits
@@ -248,7 +248,7 @@ def test_every_request_is_answered_when_the_loop_dies(error: BaseException):
     assert len(harness.deaths) == 1
 
 
-def test_a_callback_that_raises_does_not_affect_other_requests():
+def test_a_callback_that_raises_does_not_affect_other_requests(caplog):
     harness = Harness()
     taken = harness.manager._send_response
 
@@ -258,10 +258,12 @@ def test_a_callback_that_raises_does_not_affect_other_requests():
         taken(response)
 
     harness.manager._send_response = send
-    harness.pending += [Request(1, (1, 2), 3, streaming=True), Request(2, (1, 2), 3)]
+    origin = Origin("openai", "a")
+    harness.pending += [Request(1, (1, 2), 3, streaming=True, origin=origin), Request(2, (1, 2), 3)]
     for _ in range(3):
         harness.manager.step()
     assert [(response.request_id, response.error) for response in harness.responses] == [(2, None)]
+    assert [getattr(record, "request_id", "") for record in caplog.records] == ["a"] * 3
 
 
 def test_the_loops_death_is_reported_although_a_callback_raises():

@@ -123,6 +123,7 @@ class GptManager:
         self._window = SendWindow(self._hand_over, wait_until_sent, clock_ns) if wait_until_sent else None
         # Each batch with the result or error of `forward`.
         self._in_flight: deque[tuple[ScheduledBatch, Any]] = deque()
+        self._origins: dict[int, Origin] = {}  # by the ids of unanswered requests; for log lines
         self._return_stats = return_batch_manager_stats
         self._stats_period_ns = stats_period_ns
         self._next_stats_ns = 0
@@ -285,6 +286,7 @@ class GptManager:
         is_idle = not (was_active or inputs.new_requests or inputs.adapters or inputs.blocks)
         if not is_idle:
             self._instruments.begin(inputs.iteration, self._scheduler)
+        self._origins.update({each.request_id: each.origin for each in inputs.new_requests if each.origin})
         responses = self._scheduler.accept(inputs)
         batch = self._schedule(responses)
         if self._block_store is not None:
@@ -364,7 +366,14 @@ class GptManager:
             try:
                 self._send_response(response)
             except Exception:  # a faulty receiver must not end other requests
-                _log.exception("the send callback failed for a response of request %d", response.request_id)
+                origin = self._origins.get(response.request_id)
+                _log.exception(
+                    "the send callback failed for a response of request %d",
+                    response.request_id,
+                    extra=None if origin is None else origin.log_extra,
+                )
+            if response.is_final:
+                self._origins.pop(response.request_id, None)
 
     def _report(self, inputs: IterationInput, batch: ScheduledBatch | None, had_work: bool) -> None:
         """Report an iteration with active requests; report the metrics once more after the last request has
