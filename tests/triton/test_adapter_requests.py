@@ -12,6 +12,7 @@ import pytest
 from inflight.core.request.adapter_command import AdapterAction, AdapterCommand, AdapterState
 from inflight.errors import NotFound
 from inflight.tensors.spec import Vocabulary
+from tests.lines_of import lines_of
 from tests.tensors.factories import make_description, token_inputs
 from tests.triton.factories import make_triton_request
 from tests.triton.fake_pb_utils import ResponseSender, TritonError
@@ -93,6 +94,15 @@ def test_errors_of_adapter_commands_are_answered_and_later_commands_run(
     for _ in range(2):
         found, message = error_of(ask(stage, command="unload", name="sql").wait_final()[0])
         assert found == code and str(error) in message
+
+
+def test_a_failed_commands_log_line_names_its_request(build: Build) -> None:
+    stage = build()
+    stage.client.carry_out = lambda command: 1 / 0
+    command = np.array([b'{"command": "list"}'], np.object_)
+    with lines_of("inflight.triton.adapter_requests") as lines:
+        stage.take(make_triton_request({"lora_command": command}, request_id="a")).wait_final()
+    assert lines == ["a command could not be carried out request_id=a"]
 
 
 def test_execute_does_not_wait_for_an_adapter_command(build: Build) -> None:

@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 
 from inflight.core.ports import EngineClient
 from inflight.core.request.adapter_command import AdapterCommand, AdapterState
@@ -33,7 +34,8 @@ class AdapterRequests:
 
     def ask(self, stream: TritonStream, command: AdapterCommand) -> None:
         """Queue a command, and answer `stream` when it is done. Never blocks."""
-        self._thread.submit(self._answer, stream, command)
+        # In the caller's context, so that log lines name the request.
+        self._thread.submit(copy_context().run, self._answer, stream, command)
 
     def close(self) -> None:
         """Answer all queued commands and end the thread, quickly if the client is closed. Idempotent."""
