@@ -21,10 +21,12 @@ import pytest
 from inflight.core.request.adapter import Matrix, RawBuffer
 from inflight.core.request.prompt_table import PromptTable, RotaryTable
 from inflight.errors import InvalidArgument, QueueFull, StepFailed, Unreachable
+from inflight.log_lines import REQUEST_ID
 from inflight.pictures.__main__ import main
 from inflight.pictures.client import PicturesClient
 from inflight.pictures.encoded_prompt import EncodedPrompt, PictureStats
 from inflight.pictures.server import PicturesServer
+from tests.lines_of import lines_of
 from tests.pictures.small_models import picture, save_model
 from tests.pictures.test_sources import HEAD, LOCAL
 from tests.pictures.test_sources import server as local_server
@@ -114,6 +116,32 @@ def test_each_prompt_has_a_line_without_its_text(tmp_path: Path, caplog: pytest.
     assert re.fullmatch(
         r"a prompt with 2 pictures: \d+ of its \d+ tokens are theirs, \d+ ms, 0 prompts wait", line
     )
+
+
+def test_every_line_about_a_prompt_has_its_requests_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        async with serving(tmp_path / "socket", FakeEncoder()) as (client, server):
+            REQUEST_ID.set("a b")
+            await client.encode("some text", [b"one"], 1000)
+            with pytest.raises(StepFailed, match="could not be encoded"):
+                await client.encode("broken", [b"one"], 9)
+            monkeypatch.setattr(server._reader, "read_all", lambda *_: 1 / 0)
+            with pytest.raises(StepFailed, match="could not be read"):
+                await client.encode("unread", ["data:,"], 9)
+            REQUEST_ID.set("")
+            with pytest.raises(StepFailed, match="could not be read"):
+                await client.encode("unread", ["data:,"], 9)
+
+    with lines_of("inflight.pictures.server") as lines:
+        run(test())
+    assert lines[0].endswith(' ms, 0 prompts wait request_id="a b"')
+    assert lines[1:] == [
+        'a prompt could not be encoded request_id="a b"',
+        'pictures could not be read request_id="a b"',
+        "pictures could not be read",
+    ]
 
 
 def test_errors_arrive_with_their_kinds(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from inflight.core.request.adapter import Matrix, RawBuffer
 from inflight.core.request.prompt_table import PromptTable, RotaryTable
 from inflight.errors import Cancelled, InvalidArgument, Name
+from inflight.log_lines import REQUEST_ID
 from inflight.pictures.encoded_prompt import EncodedPrompt
 from inflight.serving.completion_text import TokenizerFinder
 from inflight.tensors.pictures import BlockingEncoder
@@ -87,6 +88,17 @@ def test_the_outputs_are_a_prompt_for_the_engine(tmp_path: Path) -> None:
     assert arrays["OUT_PROMPT_VOCAB_SIZE"].tolist() == [[2]]
     assert arrays["MROPE_ROTARY_COS_SIN"].tolist() == [list(range(10))]
     assert arrays["MROPE_POSITION_DELTAS"].tolist() == [[-5]]
+
+
+def test_pictures_are_encoded_for_the_id_of_their_request(tmp_path: Path) -> None:
+    encoder, ids = FakeEncoder(has_rotary=False), list[str]()
+    encode = encoder.encode
+    encoder.encode = lambda *given: ids.append(REQUEST_ID.get()) or encode(*given)
+    model = make_model(tmp_path, encoder)
+    for request_id in ("a", ""):
+        inputs = {"QUERY": column(b"abc"), "IMAGE_URL": column(URL)}
+        response_of(model, make_triton_request(inputs, outputs=("INPUT_ID",), request_id=request_id))
+    assert ids == ["a", ""] and REQUEST_ID.get() == ""
 
 
 def test_files_are_pictures(tmp_path: Path) -> None:

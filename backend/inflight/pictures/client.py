@@ -15,6 +15,7 @@ from inflight.endpoint.frames import BadFrame, encode_with_buffers
 from inflight.endpoint.path import check_peer
 from inflight.errors import Unreachable, error_from_kind
 from inflight.file_names import native
+from inflight.log_lines import REQUEST_ID
 from inflight.pictures.encoded_prompt import EncodedPrompt, PictureStats
 from inflight.pictures.messages import (
     Encoded,
@@ -32,7 +33,8 @@ _log = logging.getLogger(__name__)
 class PicturesClient:
     """Asks the process that listens at a Unix socket. Each call has a connection of its own.
 
-    A call that is cancelled takes its request back.
+    A call that is cancelled takes its request back. The process's log lines about a call have the caller's
+    REQUEST_ID.
 
     Args:
         path: The socket's path.
@@ -62,7 +64,8 @@ class PicturesClient:
         """
         files = tuple(RawBuffer(picture) for picture in pictures if not isinstance(picture, str))
         urls = tuple(picture for picture in pictures if isinstance(picture, str))
-        answer = await self._ask(EncodePictures(text, files, vocab_size, special_tokens, urls))
+        request_id = REQUEST_ID.get()
+        answer = await self._ask(EncodePictures(text, files, vocab_size, special_tokens, urls, request_id))
         assert isinstance(answer, Encoded), f"got {type(answer).__name__}"
         if answer.prompt is None:
             raise error_from_kind(answer.error_kind, answer.error_message)

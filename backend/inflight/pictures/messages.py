@@ -26,6 +26,7 @@ class EncodePictures(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         urls: The URLs of the pictures, if `pictures` is empty.
+        request_id: The id of the client's request, for log lines; "": none.
     """
 
     text: str
@@ -33,6 +34,7 @@ class EncodePictures(msgspec.Struct, frozen=True, tag=True):
     vocab_size: int
     special_tokens: SpecialTokens | None = None
     urls: tuple[str, ...] = ()
+    request_id: str = ""
 
 
 class ReadStats(msgspec.Struct, frozen=True, tag=True):

@@ -10,6 +10,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -19,6 +21,7 @@ from inflight.endpoint.frames import BadFrame, encode_with_buffers
 from inflight.endpoint.path import listen, remove
 from inflight.errors import InflightError, InvalidArgument, Name, QueueFull, unexpected
 from inflight.file_names import native
+from inflight.log_lines import REQUEST_ID
 from inflight.pictures.encoded_prompt import EncodedPrompt, PictureStats
 from inflight.pictures.messages import (
     Encoded,
@@ -124,6 +127,7 @@ class PicturesServer:
         """Return the answer to a request; None if its front end has closed the connection."""
         if isinstance(request, ReadStats):
             return Stats(self._encoder.stats())
+        REQUEST_ID.set(request.request_id)  # each connection has a task, and so a context, of its own
         if self._num_prompts >= self._max_prompts:
             return _failed(
                 QueueFull(f"{self._num_prompts} prompts with pictures wait already; try again later")
@@ -158,7 +162,9 @@ class PicturesServer:
             return _failed(unexpected("the pictures could not be read", error))
         pictures = [*(memoryview(picture.data) for picture in request.pictures), *read]
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, self._encode, request, pictures)
+        context = copy_context()  # so that the thread's log lines name the request
+        encode = partial(self._encode, request, pictures)
+        return await loop.run_in_executor(self._executor, lambda: context.run(encode))
 
     def _encode(self, request: EncodePictures, pictures: Sequence[bytes | memoryview]) -> Encoded:
         begun_s = time.monotonic()

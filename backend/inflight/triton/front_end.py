@@ -49,15 +49,12 @@ from inflight.tensors.wanted_outputs import Naming
 from inflight.text.text_encoder import TextEncoder
 from inflight.triton.adapter_requests import AdapterRequests
 from inflight.triton.cancellation import CancellationWatcher
-from inflight.triton.host import ModelArgs
+from inflight.triton.host import ModelArgs, logged_id
 from inflight.triton.input_arrays import input_arrays
 from inflight.triton.pictures import PICTURE_THREADS, ServerPictures
 from inflight.triton.responses import ResponseBuilder, TritonStream
 
 _log = logging.getLogger(__name__)
-
-_MAX_LOGGED_ID = 256
-"""Number of characters of a client's request id that log lines have."""
 
 _MAX_INLINE = 4096
 """Largest text in bytes that `execute` itself tokenizes, in about two milliseconds."""
@@ -170,7 +167,7 @@ class FrontEnd:
 
     def _origin(self, triton_request: Any) -> Origin:
         """Return where a request comes from. Triton does not tell its models the client's address."""
-        request_id = triton_request.request_id()[:_MAX_LOGGED_ID] or random_id()
+        request_id = logged_id(triton_request) or random_id()
         return Origin("triton", request_id, self._model.name, received_ns=time.monotonic_ns())
 
     def _admit(self, triton_request: Any, stream: TritonStream, origin: Origin) -> None:

@@ -34,6 +34,9 @@ _FLOATS = ("FP32", "FP16")
 """Data types that config.pbtxt may declare for an FP32 output. BF16 is not among them, as numpy has no such
 type."""
 
+_MAX_LOGGED_ID = 256
+"""Number of characters of a client's request id that log lines have."""
+
 _EXPLICIT = ("--model-control-mode", "explicit")
 
 
@@ -162,6 +165,11 @@ def _check_instances(config: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"instance_group: got {count} instances, expected 1: one engine batches all requests"
         )
+
+
+def logged_id(triton_request: Any) -> str:
+    """Return the client's id of a request as log lines have it; "": none."""
+    return triton_request.request_id()[:_MAX_LOGGED_ID]
 
 
 class TritonLogHandler(logging.Handler):

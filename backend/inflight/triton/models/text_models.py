@@ -11,6 +11,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from threading import Event
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from inflight.checkpoint_config import CheckpointFacts
 from inflight.config import Role
 from inflight.errors import Cancelled, InflightError, InvalidArgument, Unsupported, unexpected
+from inflight.log_lines import REQUEST_ID
 from inflight.pictures.encoded_prompt import EncodedPrompt
 from inflight.server.guard import guard_of_front_end, keep_private
 from inflight.server.runtime_directory import note_initialized
@@ -49,7 +51,7 @@ from inflight.tensors.text_model_tables import (
 from inflight.tensors.word_lists import pack_words
 from inflight.text.text_encoder import TextEncoder
 from inflight.text.words import biased_ids
-from inflight.triton.host import import_pb_utils, log_to_triton, read_model_args
+from inflight.triton.host import import_pb_utils, log_to_triton, logged_id, read_model_args
 from inflight.triton.input_arrays import input_arrays
 from inflight.triton.pictures import PICTURE_THREADS, ServerPictures
 from inflight.triton.responses import TritonStream, triton_error
@@ -93,7 +95,12 @@ class TextModel(ABC):
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Return one response for each request, in order; None for a request that is answered later."""
-        return [self._unless_failed(partial(self._answer, request)) for request in requests]
+        answers: list[Any] = []
+        for request in requests:
+            REQUEST_ID.set(logged_id(request))
+            answers.append(self._unless_failed(partial(self._answer, request)))
+        REQUEST_ID.set("")
+        return answers
 
     def finalize(self) -> None:
         """Answer requests whose pictures are waited for with an error, and dismiss the guard."""
@@ -123,7 +130,8 @@ class TextModel(ABC):
         final_flag = self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
         stream = TritonStream(request.get_response_sender(), final_flag, self._error)
         later = partial(self._response, [row.detached() for row in rows], wanted)
-        self._threads.submit(lambda: stream.finish(self._unless_failed(later)))
+        in_context = copy_context().run  # so that log lines about the pictures name the request
+        self._threads.submit(in_context, lambda: stream.finish(self._unless_failed(later)))
         return None
 
     def _has_pictures(self, rows: Sequence[TensorReader]) -> bool:
