@@ -193,7 +193,7 @@ def test_an_unreachable_server_is_an_error_with_the_remedy(attempt: int) -> None
 
 def test_the_port_of_an_http_server_is_an_error_that_names_the_right_port() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as http_server:
-        threading.Thread(target=http_server.serve_forever).start()
+        threading.Thread(target=http_server.serve_forever, daemon=True).start()
         url = f"127.0.0.1:{http_server.server_port}"
         with pytest.raises(
             ServerError,
