@@ -28,7 +28,7 @@ def test_figures_are_those_after_the_start_and_at_the_end() -> None:
 
 @pytest.mark.smoke
 def test_the_documentation_has_the_number_of_kinds() -> None:
-    said = re.search(r"sends\s+requests\s+of\s+(\d+)\s+kinds", PROMISES.read_text())
+    said = re.search(r"There\s+are\s+(\d+)\s+kinds\s+of\s+requests", PROMISES.read_text())
     assert said and int(said[1]) == len(soak_kinds.all_kinds(Mock(), Mock()))
 
 
