@@ -70,6 +70,6 @@ def _allocate(length: int) -> memoryview:
     if length < _LARGE_BYTES:
         return memoryview(bytearray(length))
     try:
-        return memoryview(mmap.mmap(-1, length))
+        return memoryview(mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     except (OSError, OverflowError) as error:
         raise MemoryError(f"a buffer of {length} bytes") from error

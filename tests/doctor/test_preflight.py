@@ -11,6 +11,7 @@ from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,8 +41,8 @@ def make_checkpoint(folder: Path, architecture: str, **values: object) -> Path:
     return folder
 
 
-def problem(folder: Path, **wanted: object) -> str:
-    (found,) = preflight.problems(ServerOptions(wanted=Wanted(folder, **wanted)))  # type: ignore[arg-type]
+def problem(folder: Path, **wanted: Any) -> str:
+    (found,) = preflight.problems(ServerOptions(wanted=Wanted(folder, **wanted)))
     return found
 
 
@@ -323,7 +324,7 @@ def test_weights_of_several_ranks_count_together(
 ) -> None:
     little_memory(0.9)
     for name in list(os.environ):
-        if name.startswith(preflight.OF_MPIRUN):
+        if name.startswith(preflight.HOST_VARIABLES):
             monkeypatch.delenv(name)
     options = ServerOptions(wanted=Wanted(DEMO_MODEL), tp=2)
     (found,) = preflight.problems(options)
@@ -345,12 +346,11 @@ def test_weights_that_transformers_code_would_read_are_not_mapped(
     )
 
 
-def warn(monkeypatch: pytest.MonkeyPatch, free: int, **wanted: object) -> list[str]:
+def warn(monkeypatch: pytest.MonkeyPatch, free: int, **wanted: Any) -> list[str]:
     """Return the warnings about the demo model with `free` bytes on every disk."""
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(free, 0, free))
-    options = ServerOptions(wanted=Wanted(DEMO_MODEL, **wanted))  # type: ignore[arg-type]
-    return [*preflight.warnings(options)]
+    return [*preflight.warnings(ServerOptions(wanted=Wanted(DEMO_MODEL, **wanted)))]
 
 
 def test_a_disk_without_room_for_saved_kv_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from inflight.checkpoint_config import checkpoint_name
 from inflight.doctor.finding import Finding, green, red, yellow
-from inflight.engine.cpu.library import CannotBuild, foresee
+from inflight.engine.cpu.library import COMPILED_ONCE, CannotBuild, foresee
 from inflight.errors import ConfigError
 from inflight.user_cache import PACKED_FOLDER, PACKED_SUFFIX, cache_folder
 
@@ -120,7 +120,7 @@ def full_for_compiled_layers(dtype: str, int8: bool) -> str | None:
     if free >= _MIN_OWN_BYTES:
         return None
     try:
-        if " at the first start" not in foresee(dtype, int8):
+        if COMPILED_ONCE not in foresee(dtype, int8):
             return None
     except (CannotBuild, ConfigError):
         return None  # there is nothing to write

@@ -52,8 +52,8 @@ _NO_TEXT = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification"
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _GIB = 2**30
 _MAX_GROWTH = 2  # from a matrix in its file to the least memory that it takes: 16 bits to float32
-OF_MPIRUN = ("SLURM_", "PBS_", "LSB_", "PE_HOSTFILE", "OMPI_MCA_", "PRTE_MCA_")
-"""Beginnings of variables with which a batch system or a user may name other machines to mpirun."""
+HOST_VARIABLES = ("SLURM_", "PBS_", "LSB_", "PE_HOSTFILE", "OMPI_MCA_", "PRTE_MCA_")
+"""Beginnings of the names of variables by which mpirun may start ranks on other hosts."""
 
 
 def problems(options: ServerOptions, root: Path = Path("/")) -> Iterator[str]:
@@ -385,7 +385,7 @@ def _may_use_other_hosts(parameters: Parameters) -> bool:
     """Whether mpirun may start ranks on other machines: by its arguments, or in a job of a batch system."""
     if parameters.tensor_parallel_size * parameters.pipeline_parallel_size == 1:
         return False
-    return bool(parameters.mpirun_arguments) or any(name.startswith(OF_MPIRUN) for name in os.environ)
+    return bool(parameters.mpirun_arguments) or any(name.startswith(HOST_VARIABLES) for name in os.environ)
 
 
 def _weight_bytes(config: ConfigFile, engine: EngineConfig) -> WeightBytes | None:

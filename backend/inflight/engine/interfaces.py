@@ -158,13 +158,11 @@ class DraftLayer(Protocol):
 class DraftGuesser(Protocol):
     """The interface of a draft head for a ModelRunner; `layers/draft_head.py` documents it."""
 
-    read_layers: frozenset[int]
-
     def fill(
         self, packed: PackedBatch, slots: Sequence[int], hidden: Tensor, between: Mapping[int, Tensor]
     ) -> None:
         """Store what later guesses need of the rows of `slots`, given hidden states after the last layer and after
-        `read_layers`, each [rows, hidden_size]."""
+        `Eagle3Config.read_layers`, each [rows, hidden_size]."""
         ...
 
     def guess(self, batch: ScheduledBatch, slots: SlotTable, rotary: RotaryTables) -> Sequence[int]:

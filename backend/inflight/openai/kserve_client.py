@@ -124,11 +124,9 @@ class KServeEngineClient:
                     config = self._call(self._ask_config(), _CONFIG_S)
                 except InflightError as error:
                     self._config = None  # the next answer may come from another engine
-                    if (
-                        not self._is_away and not self._closed
-                    ):  # only the first of consecutive failures is logged
+                    if not (self._is_away or self._closed):
                         _log.warning("%s", error)
-                    self._is_away = True
+                    self._is_away = True  # further failures are not logged
                     raise
                 self._is_away = False
                 if config != self._config or self._description is None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from inflight.checkpoint_config import read_config_file
 from inflight.errors import ConfigError
+from inflight.extras import how_to_install
 from inflight.json_values import is_object
 
 MODEL_TYPES = (
@@ -33,7 +34,7 @@ MODEL_TYPES = (
 
 TOWER_DTYPES = ("float32", "float16", "bfloat16")
 """Data types of a vision tower."""
-INSTALL_PICTURES = "run .venv/bin/pip install -e '.[pictures]', or install the package inflight[pictures]"
+INSTALL_PICTURES = how_to_install("pictures")
 """How to install what encodes pictures."""
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 

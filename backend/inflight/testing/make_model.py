@@ -8,6 +8,7 @@ Imports only the standard library until a checkpoint is written, so that `--help
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tempfile
@@ -72,9 +73,8 @@ ARCHITECTURES = {
 }
 DTYPES = ("float32", "bfloat16", "float16")
 _MXFP4 = "mxfp4"
-_MARK = "inflight_random_weights"
-"""Key in the metadata of the written weights: they may be replaced."""
-_MAX_HEAD = 2**27 - 1  # a larger number is not the length of a head
+_MARK = ".inflight-random-weights"
+"""Name of an empty file beside written weights, which may be replaced."""
 QUANTIZED_FORMATS = ("awq", "gptq", "int4", "int8", "fp8", _MXFP4)
 """The formats of `testing/quantize.py`. Repeated here, because this module must not import torch."""
 
@@ -111,6 +111,7 @@ def make_model(
 
     sizes = SHAPES[shape] if isinstance(shape, str) else shape
     out.mkdir(parents=True, exist_ok=True)
+    (out / _MARK).touch()
     _write_json(out / "config.json", config(family, sizes, dtype))
     weights: dict[str, torch.Tensor] = {}
     stored: torch.dtype = getattr(torch, dtype)
@@ -128,7 +129,7 @@ def make_model(
     if quantize is not None:
         weights, described = quantize_weights(quantize, weights, stored)
         _write_json(out / "config.json", config(family, sizes, dtype) | {"quantization_config": described})
-    save_file(weights, out / "model.safetensors", metadata={"format": "pt", _MARK: "true"})
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     (out / "model.safetensors").chmod(0o644)  # save_file makes it readable by the owner only
     ids: dict[str, object] = {"bos_token_id": BEGIN_ID, "eos_token_id": END_ID, "pad_token_id": PADDING_ID}
     _write_json(out / "generation_config.json", ids)
@@ -242,26 +243,18 @@ def _gpt2_config(shape: Shape) -> dict[str, object]:
 
 
 def _foreign_weights(folder: Path) -> Path | None:
-    """Return a file of weights in a folder that this program did not write; None if there is none."""
-    for pattern in ("*.safetensors", "*.bin", "*.gguf", "*.pth"):
-        for path in sorted(folder.glob(pattern)):
-            if path.suffix != ".safetensors" or _MARK.encode() not in _head(path):
-                return path
-    return None
-
-
-def _head(path: Path) -> bytes:
-    """Return the JSON at the beginning of a safetensors file."""
-    with path.open("rb") as file:
-        return file.read(int.from_bytes(file.read(8), "little") & _MAX_HEAD)
+    """Return a file of weights in a folder in which this program did not write; None if there is none."""
+    if (folder / _MARK).exists():
+        return None
+    patterns = ("*.safetensors", "*.bin", "*.gguf", "*.pth")
+    return next((path for pattern in patterns for path in sorted(folder.glob(pattern))), None)
 
 
 def _write_json(path: Path, value: dict[str, object]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Write the checkpoint that the command line describes; return the exit status."""
+def _make_parser() -> Parser:
     parser = Parser(prog=program_name("scripts/make_model"), description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--shape", choices=SHAPES, default="tiny", help="size of the model (default: %(default)s)"
@@ -287,7 +280,11 @@ def main(arguments: list[str] | None = None) -> int:
         choices=QUANTIZED_FORMATS,
         help="quantize the linear layers, or with mxfp4 the experts of gpt_oss, in this format",
     )
-    given = parser.parse_args(arguments)
+    return parser
+
+
+def _check(parser: Parser, given: argparse.Namespace) -> None:
+    """Exit with an error if the options contradict each other, or a folder has weights of another model."""
     if given.quantize and given.family == "gpt2":
         parser.error("--quantize: gpt2's checkpoints have no such matrices; expected another --family")
     if given.quantize and (given.quantize == _MXFP4) != (given.family == "gpt_oss"):
@@ -301,6 +298,13 @@ def main(arguments: list[str] | None = None) -> int:
             f"argument --out: {foreign} was not written by this command: expected a new folder, or that of "
             "a model with random weights"
         )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the checkpoint that the command line describes; return the exit status."""
+    parser = _make_parser()
+    given = parser.parse_args(arguments)
+    _check(parser, given)
     from rich.console import Console
     from rich.progress import Progress
 

@@ -213,6 +213,10 @@ def load_library(dtype: str, int8: bool = False, rounded_cache: bool = False) ->
     raise CannotBuild(why)
 
 
+COMPILED_ONCE = "compiles them at the first start"
+"""Words of `foresee` for code that will be compiled and kept."""
+
+
 def foresee(dtype: str, int8: bool = False, rounded_cache: bool = False) -> str:
     """Describe where `load_library` will get the code, without loading or compiling it.
 
@@ -229,7 +233,7 @@ def foresee(dtype: str, int8: bool = False, rounded_cache: bool = False) -> str:
         return f"{compiler[0]} compiles them at every start, as there is no folder to keep them in{why}"
     if _is_whole(folder / f"decoder-{_key(compiler, flags)}.so"):
         return f"kept from an earlier start{why}"
-    return f"{compiler[0]} compiles them at the first start{why}"
+    return f"{compiler[0]} {COMPILED_ONCE}{why}"
 
 
 def find_target(dtype: str, int8: bool = False) -> Target:

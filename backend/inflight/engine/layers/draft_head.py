@@ -64,13 +64,10 @@ class DraftHead(ABC):
         cache: The KV cache of a model with a draft head.
 
     Attributes:
-        read_layers: Numbers of the model's layers after which the head reads hidden states; none if it reads only
-            the output.
         advances: Whether the head reads its own guesses at the positions that they would have. Otherwise it reads
             them at the position of the last known token.
     """
 
-    read_layers: frozenset[int] = frozenset()
     advances = True
 
     def __init__(self, model: DraftedModel, layer: DraftLayer, cache: KvCache) -> None:
@@ -96,7 +93,7 @@ class DraftHead(ABC):
             packed: The rows.
             slots: The slots whose rows get entries, at least one.
             hidden: The output of the model's last layer, [rows, hidden_size].
-            between: The hidden states after `read_layers`, [rows, hidden_size] each.
+            between: The hidden states after `Eagle3Config.read_layers`, [rows, hidden_size] each.
         """
         with single_thread(self._has_own_threads):
             self._fill(packed, slots, hidden, between)
@@ -160,10 +157,14 @@ class DraftHead(ABC):
             rotary: The slots' rotary tables.
         """
         wanted = [
-            _Guess(chunk.slot, chunk.num_draft_tokens, chunk.known_tokens[-1], chunk.start + last)
+            _Guess(
+                chunk.slot,
+                chunk.num_draft_tokens,
+                chunk.known_tokens[-1],
+                chunk.start + len(chunk.known_tokens) - 1,
+            )
             for chunk in batch.context
             if chunk.is_guessed
-            for last in (len(chunk.known_tokens) - 1,)
         ]
         # as in `PackedBatch`, longer sequences first
         with single_thread(self._has_own_threads):

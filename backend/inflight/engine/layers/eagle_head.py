@@ -47,7 +47,6 @@ class EagleHead(DraftHead):
         config, eagle = model.config, model.config.eagle
         assert eagle is not None, "the model was described with the head"
         self._weights, self._order = weights, eagle.read_layers
-        self.read_layers = frozenset(eagle.read_layers)
         rope = eagle.layer.ropes[0]
         self._has_model_rope = rope in config.ropes and eagle.layer.head_dim == config.rotary_head_dim
 

@@ -119,7 +119,7 @@ class SupervisedServer(SimulatedRun):
 
     @property
     def launcher(self) -> ProcessEntry:
-        """The process of `scripts/serve`."""
+        """The simulated process that runs `scripts/serve`."""
         assert self._launcher is not None
         return self._launcher
 
