@@ -128,6 +128,21 @@ def test_others_run_while_a_request_waits_for_its_blocks():
     assert not server.scheduler.can_only_wait or server.scheduler.schedule() is not None
 
 
+def test_a_request_starts_although_many_others_wait_for_their_blocks():
+    prompts = [tuple(range(n, n + SIZE + 1)) for n in range(100)]
+    digests = Server(num_blocks=1000)
+    saved = [digests.run(make_request(n, prompt, new=1))[0] for n, prompt in enumerate(prompts)]
+    server = Server(tuple(saved), num_blocks=1000)
+    server.accept(
+        *(make_request(n, prompt) for n, prompt in enumerate(prompts)), make_request(100, (900, 901))
+    )
+    batch, _ = server.step()
+    assert batch is not None
+    assert [start.request.request_id for start in batch.starts] == [100]
+    assert len(server.saved.loads) == 100
+    assert "waits for KV" in server.why(0)
+
+
 def test_requests_with_the_same_prefix_wait_for_one_load():
     server = Server(saved_digests())
     server.accept(make_request(1, LONG), make_request(2, (*LONG, 7)))

@@ -21,7 +21,9 @@ from inflight.errors import QueueFull
 
 _MAX_PASSED_OVER = 64
 """Maximum number of sequences that `admit` skips, as every skipped sequence is examined again in each
-iteration."""
+iteration. Sequences that wait for saved blocks have a limit of their own."""
+_MAX_LOADING = 1024
+"""Maximum number of sequences that wait for saved blocks and that `admit` skips."""
 
 
 class _Obstacle(Enum):
@@ -153,6 +155,7 @@ class Admission:
             self._kv_cache.loader.begin_batch()
         self._num_cached.clear()
         passed: list[tuple[LlmRequest, bool]] = []
+        num_loading = 0  # of those passed
         is_filled = bool(self._running.sequences)
         pages, claimed = self._running.adapter_pages, None
         for llm_request in self._in_turn(retrying):
@@ -165,7 +168,14 @@ class Admission:
                     claimed = pages.claim(llm_request.group.adapter)
                 if found is _Obstacle.SAVED_BLOCKS:
                     self._load_saved_blocks(llm_request)
-                if found in _PASSED_OVER and len(passed) < _MAX_PASSED_OVER:
+                is_loading = found is _Obstacle.SAVED_BLOCKS or (
+                    found is _Obstacle.PROMISED_BLOCK and self._kv_cache.is_loading(llm_request.key)
+                )
+                has_room = (
+                    num_loading < _MAX_LOADING if is_loading else len(passed) - num_loading < _MAX_PASSED_OVER
+                )
+                if found in _PASSED_OVER and has_room:
+                    num_loading += is_loading
                     passed.append((llm_request, bool(self.waiting.remove(llm_request))))
                     continue
                 break
