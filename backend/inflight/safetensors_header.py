@@ -10,18 +10,27 @@ from typing import Any, cast
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor in a safetensors file.
+class TensorHeader:
+    """A tensor in a file, without its values.
 
     Attributes:
-        dtype: The format's name of its type, such as BF16.
+        dtype: The safetensors format's name of its type, such as BF16.
         shape: Its shape.
-        begin: Position of its first byte in the file.
-        end: Position of the byte after its last one.
     """
 
     dtype: str
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor(TensorHeader):
+    """A tensor in a safetensors file.
+
+    Attributes:
+        begin: Position of its first byte in the file.
+        end: Position of the byte after its last one.
+    """
+
     begin: int
     end: int
 

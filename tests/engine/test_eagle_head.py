@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import subprocess
-import sys
 from dataclasses import replace
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
@@ -24,6 +21,7 @@ from inflight.engine.cpu.layout import MAX_HEAD_DIM
 from inflight.engine.engine import ModelEngine
 from inflight.engine.kv_cache import KvCache, block_bytes
 from inflight.errors import ConfigError
+from inflight.models.checkpoint import Checkpoint
 from inflight.models.eagle_head import with_eagle_head
 from inflight.models.registry import read_model_description
 from tests.engine.guesses import (
@@ -473,19 +471,53 @@ def test_a_file_that_was_cut_is_refused(zoo: Zoo, tmp_path: Path, size: int) -> 
         load(model.folder, 20, draft_head_dir=str(tmp_path))
 
 
-def test_the_error_for_a_pickled_head_says_how_to_convert_it(zoo: Zoo, tmp_path: Path) -> None:
+@pytest.mark.parametrize("as_parameters", [False, True])
+def test_a_head_saved_by_torch_has_the_same_weights(zoo: Zoo, tmp_path: Path, as_parameters: bool) -> None:
+    """SafeAILab publishes heads in pytorch_model.bin."""
     model = zoo["llama-gqa"]
     head = make_random_head(tmp_path, model)
     (tmp_path / "model.safetensors").unlink()
-    torch.save(head.tensors, tmp_path / "pytorch_model.bin")
-    with pytest.raises(
-        ConfigError, match=r"has config\.json, pytorch_model\.bin, expected model\.safetensors\. Files"
-    ) as raised:
+    saved = {
+        name: torch.nn.Parameter(each) if as_parameters and each.is_floating_point() else each
+        for name, each in head.tensors.items()
+    }
+    torch.save(saved, tmp_path / "pytorch_model.bin")
+    weights = load(model.folder, 20, draft_head_dir=str(tmp_path)).runner._draft_head._weights
+    assert torch.equal(weights.token_ids, torch.arange(70) + head.tensors["d2t"])
+    with Checkpoint(tmp_path, may_be_pickled=True) as checkpoint:
+        assert all(torch.equal(checkpoint.read(name), each) for name, each in head.tensors.items())
+
+
+class _Harmful:
+    """An object whose unpickling creates a file."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (Path("harmed"),)
+
+
+def test_code_in_a_pickled_head_is_not_run(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = zoo["llama-gqa"]
+    head = make_random_head(tmp_path, model)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({**head.tensors, "fc.weight": _Harmful()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"pytorch_model\.bin is not a whole file of tensors"):
         load(model.folder, 20, draft_head_dir=str(tmp_path))
-    (program,) = re.findall('python -c "([^"]*)"$', str(raised.value))
-    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
-    engine = load(model.folder, 20, draft_head_dir=str(tmp_path))
-    assert torch.equal(engine.runner._draft_head._weights.token_ids, torch.arange(70) + head.tensors["d2t"])
+    with pytest.raises(ConfigError, match=r"pytorch_model\.bin cannot be read: Weights only load failed"):
+        Checkpoint(tmp_path, may_be_pickled=True)
+    assert not Path("harmed").exists()
+
+
+@pytest.mark.parametrize("size", [0, 40, 3000])
+def test_a_pickled_head_that_was_cut_is_refused(zoo: Zoo, tmp_path: Path, size: int) -> None:
+    model = zoo["llama-gqa"]
+    head = make_random_head(tmp_path, model)
+    (tmp_path / "model.safetensors").unlink()
+    path = tmp_path / "pytorch_model.bin"
+    torch.save(head.tensors, path)
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ConfigError, match=r"pytorch_model\.bin is not a whole file of tensors"):
+        load(model.folder, 20, draft_head_dir=str(tmp_path))
 
 
 def test_no_numbers_of_layers_mean_the_usual_ones(zoo: Zoo, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import msgspec
 import numpy as np
@@ -38,6 +39,7 @@ from inflight.gguf.tokenizer import make_tokenizer
 from inflight.models.registry import describe
 from inflight.openai.batches.lines import read_requests
 from inflight.openai.streaming import event
+from inflight.pickled_header import PICKLED, pickled_tensors
 from inflight.pictures.sources import SourceRules, read_picture
 from inflight.receipts.document import parse, to_request
 from inflight.safetensors_header import tensor_ranges
@@ -208,6 +210,18 @@ def safetensors_header(data: bytes) -> None:
     path.write_bytes(data)
     with path.open("rb") as file:
         tensor_ranges(file.fileno())
+
+
+def pickled_header(data: bytes) -> None:
+    """A file of `torch.save`: its pickle changed, or any bytes."""
+    path = _SCRATCH / PICKLED
+    if data[:1] < b"\xe0":
+        with ZipFile(path, "w") as archive:
+            archive.writestr("model/data.pkl", edited(_PICKLE, Choices(data)))
+    else:
+        path.write_bytes(data)
+    for header in pickled_tensors(path).values():
+        assert isinstance(header.dtype, str) and all(isinstance(size, int) for size in header.shape)
 
 
 def tokenizer_json(data: bytes) -> None:
@@ -407,6 +421,9 @@ _PEFT_TENSORS = save(
     {f"base_model.model.model.layers.0.self_attn.q_proj.lora_{each}.weight": torch.ones(shape)
      for each, shape in (("A", (2, 8)), ("B", (8, 2)))}
 )  # fmt: skip
+torch.save({"fc.weight": torch.ones(2, 6), "d2t": torch.arange(4)}, _SCRATCH / PICKLED)
+with ZipFile(_SCRATCH / PICKLED) as _archive:
+    _PICKLE = _archive.read("pytorch_model/data.pkl")
 _RECEIPT = make_document()
 
 
@@ -533,7 +550,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     target.__name__: target
     for target in (
         endpoint_frames, endpoint_stream, endpoint_submit, endpoint_response,
-        config_json, config_text, safetensors_header, tokenizer_json, gguf_file,
+        config_json, config_text, safetensors_header, pickled_header, tokenizer_json, gguf_file,
         peft_folder, lora_files, config_pbtxt, receipt, tool_calls, reasoning, batch_lines,
         server_sent_events, chat_events, picture_url,
     )

@@ -23,6 +23,7 @@ from inflight.checkpoint_config import ConfigFile, instead_of_gguf
 from inflight.errors import ConfigError
 from inflight.gguf.folder import is_gguf
 from inflight.models.levels import Levels, MatrixKind
+from inflight.pickled_header import PICKLED, pickled_tensors, reads_pickled
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -65,13 +66,18 @@ class LevelsOfFile:
 class Checkpoint:
     """The tensors of a checkpoint by name, in one or several files. A context manager that unmaps the files.
 
+    Args:
+        folder: The checkpoint's folder.
+        may_be_pickled: Whether the tensors may be in pytorch_model.bin if there is no safetensors file. No code in
+            the file is run.
+
     Attributes:
         tensors: File, shape and dtype of each tensor.
         levels: Access to the quantized integers (levels) and scales of the quantized tensors.
         left_out: Number of tensors that `leave_out` has removed, for each prefix.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, may_be_pickled: bool = False) -> None:
         """Map the files of `folder`; raise ConfigError if any is missing or damaged."""
         self.folder = folder
         self._closing = ExitStack()
@@ -81,6 +87,10 @@ class Checkpoint:
         self.levels: dict[str, LevelsOfFile] = {}
         self.left_out: Counter[str] = Counter()
         try:
+            if may_be_pickled and reads_pickled(folder):
+                self._files[PICKLED] = _PickledFile(folder / PICKLED)
+                self.tensors = self._files[PICKLED].described()
+                return
             # In transformers' order: if a tensor is in two files, the last file is used.
             for name, expected in sorted(_file_names(folder).items()):
                 self._open(name, expected)
@@ -175,6 +185,28 @@ class Checkpoint:
                 dtype = _FLOAT_DTYPES.get(stored, stored)
                 infos.append((name, TensorInfo(file, tuple(view.get_shape()), dtype)))
         return infos
+
+
+class _PickledFile:
+    """A mapped file of `torch.save`, with the method of safetensors' open files by which tensors are read."""
+
+    def __init__(self, path: Path) -> None:
+        """Map the file; raise ConfigError if it is damaged or has other things than tensors in it."""
+        self._path = path
+        try:
+            self._tensors: dict[str, Tensor] = torch.load(path, "cpu", weights_only=True, mmap=True)
+        except Exception as error:  # of any class, for damaged files
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+
+    def described(self) -> dict[str, TensorInfo]:
+        headers = pickled_tensors(self._path)
+        return {
+            name: TensorInfo(self._path.name, header.shape, _FLOAT_DTYPES.get(header.dtype, header.dtype))
+            for name, header in headers.items()
+        }
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self._tensors[name]
 
 
 _madvise = ctypes.CDLL(None).madvise

@@ -67,7 +67,7 @@ def eagle_part(shard: Shard) -> Part:
 
 def eagle_bytes(head: ModelDescription, dtype: torch.dtype, shard: Shard) -> int:
     """Return the memory that a rank's part of a head takes if nothing is quantized, in bytes."""
-    with Checkpoint(head.folder) as checkpoint:
+    with Checkpoint(head.folder, may_be_pickled=True) as checkpoint:
         return sum(tensor.num_bytes(dtype) for tensor in tensors(_find_sources(head, checkpoint, shard)))
 
 
@@ -92,7 +92,7 @@ def load_eagle_weights(
     Raises:
         ConfigError: The file is damaged, or `d2t` names a token that the model does not have.
     """
-    with Checkpoint(head.folder) as checkpoint:
+    with Checkpoint(head.folder, may_be_pickled=True) as checkpoint:
         sources = _find_sources(head, checkpoint, shard)
         reader = WeightReader(checkpoint, dtype, device, sink, None, lambda _: None)
         token_ids = None

@@ -6,45 +6,39 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from inflight.errors import ConfigError
-from inflight.safetensors_header import StoredTensor, stored_tensors
-
-_PICKLED = "pytorch_model.bin"
-_CONVERT = (
-    "import torch; from safetensors.torch import save_file; "
-    f"save_file({{k: v.contiguous() for k, v in torch.load('{_PICKLED}', weights_only=True).items()}}, "
-    "'model.safetensors')"
-)
-"""A program that converts the file without running code in it."""
+from inflight.pickled_header import PICKLED, pickled_tensors, reads_pickled
+from inflight.safetensors_header import TensorHeader, stored_tensors
 
 
-def read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of all safetensors files in `folder`.
+def read_headers(folder: Path) -> dict[str, TensorHeader]:
+    """Return the tensors of all safetensors files in `folder`; if there are none, those of pytorch_model.bin.
 
     Raises:
         ConfigError: The folder has no such file, or a damaged one.
     """
+    if reads_pickled(folder):
+        stored = pickled_tensors(folder / PICKLED)
+        if not stored:
+            raise ConfigError(
+                f"{folder / PICKLED} is not a whole file of tensors that torch.save has written"
+            )
+        return stored
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        names = sorted(path.name for path in folder.iterdir())
-        found, advice = ", ".join(names) or "nothing", ""
-        if _PICKLED in names:
-            advice = (
-                f". Files of Python's pickle format can run any code and are not read; convert it where you trust "
-                f'its source, in that folder: python -c "{_CONVERT}"'
-            )
-        raise ConfigError(f"{folder}: speculative_model_dir has {found}, expected model.safetensors{advice}")
-    stored: dict[str, StoredTensor] = {}
+        found = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
+        raise ConfigError(f"{folder}: speculative_model_dir has {found}, expected model.safetensors")
+    found: dict[str, TensorHeader] = {}
     for file in files:
         of_file = stored_tensors(file)
         if not of_file:
             raise ConfigError(f"{file} has no tensors, or is not a whole file of safetensors")
-        stored |= of_file
-    return stored
+        found |= of_file
+    return found
 
 
 def check_tensors(
     folder: Path,
-    stored: Mapping[str, StoredTensor],
+    stored: Mapping[str, TensorHeader],
     shapes: Mapping[str, tuple[int, ...]],
     of_token_ids: str,
     kind: str,

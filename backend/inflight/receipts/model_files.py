@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inflight.errors import InflightError, Unavailable
+from inflight.pickled_header import PICKLED, reads_pickled
 from inflight.user_cache import cache_folder, mark_used, remove_unused
 
 _SUFFIXES = frozenset({".json", ".safetensors", ".gguf", ".model", ".txt", ".jinja", ".plan", ".engine"})
@@ -54,7 +55,8 @@ class ModelFiles:
         self._files: dict[str, tuple[Path, _FileState]] = {}
         for prefix, folder in folders.items():
             for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-                if path.suffix in _SUFFIXES and path.is_file():
+                is_read = path.suffix in _SUFFIXES or (path.name == PICKLED and reads_pickled(folder))
+                if is_read and path.is_file():
                     self._files[prefix + path.name] = path.resolve(), _FileState.of(path)
 
     def digests(
