@@ -253,7 +253,7 @@ GAUGES: tuple[GaugeFamily, ...] = (
 LENGTHS: tuple[LengthFamily, ...] = (
     LengthFamily(
         "nv_llm_input_token_len",
-        "Prompt tokens of requests that have ended",
+        "Prompt tokens of requests that have ended without an error",
         "tokens",
         "prompt_tokens",
         "total_input_tokens",
