@@ -219,10 +219,10 @@ class SchedulingConfig:
         None,
         SPECULATION,
         "draft up to K next tokens of each sequence; prompt-lookup (K is 8 if not given): from the "
-        "sequence's own tokens; suffix (8): from these and from recent answers; mtp (1): by the checkpoint's "
-        "draft head, or by Gemma 4's in speculative_model_dir; eagle3 (3): by the EAGLE-3 head in "
-        "speculative_model_dir; none, the default: no drafts, except by prompt lookup for requests that ask "
-        "for them",
+        "sequence's own tokens; suffix (K is 8): from the sequence's own tokens and recent answers; mtp (K is "
+        "1): by the checkpoint's draft head, or by Gemma 4's draft head in speculative_model_dir; eagle3 (K is "
+        "3): by the EAGLE-3 head in speculative_model_dir; none, the default: no drafts, except by prompt "
+        "lookup for requests that ask for them",
     )
     speculative_model_dir: str | None = parameter(
         None,
@@ -325,8 +325,8 @@ class EngineConfig:
         None,
         choice("torch", "transformers", "tensorrt"),
         "torch: this server's own layers; transformers: the code of Hugging Face transformers, which is "
-        "slower and also runs other families; tensorrt: plans that scripts/build made; default: tensorrt for "
-        "folders of plans, otherwise torch if it has the checkpoint's family, or transformers",
+        "slower and also runs other families; tensorrt: TensorRT engines (plans) that scripts/build made; "
+        "default: tensorrt for folders of plans, torch for families that it supports, transformers for others",
         key="engine",
     )
     engine_dir: str | None = parameter(
@@ -374,8 +374,8 @@ class EngineConfig:
     max_tokens_in_paged_kv_cache: int | None = parameter(
         None,
         integer(1),
-        "maximum size of the KV cache in tokens; default: as many as fit into the fraction of free memory, on "
-        "a CPU at most twice the tokens of all slots",
+        "maximum size of the KV cache in tokens; default: as many as fit into the fraction of free memory, but "
+        "on a CPU at most twice max_batch_size times max_sequence_length",
     )
     kv_cache_host_memory_bytes: int = parameter(
         0,
@@ -570,8 +570,8 @@ class Parameters:
     stream_interval: int = parameter(
         1,
         integer(1),
-        "number of tokens in a streamed response, except the first and the last; with a larger number, "
-        "sending takes less processor time from the model",
+        "number of tokens in each response of a stream except the first and the last response; with a larger "
+        "number, sending takes less processor time from the model",
         _MODELS,
     )
     repeat_log_probs: bool = parameter(
@@ -584,7 +584,7 @@ class Parameters:
         8 << 20,
         integer(0),
         "maximum size in bytes of context_logits that are repeated in every response of a stream; larger "
-        "ones are only in the first",
+        "ones are only in the first response",
         _MODELS,
     )
     stats_check_period_ms: int = parameter(
@@ -645,7 +645,7 @@ class Parameters:
         5000, integer(100), "milliseconds without a heartbeat after which a rank counts as lost"
     )
     gpu_device_ids: tuple[int, ...] = parameter(
-        (), DEVICES, "GPUs to use, one for each rank of a host; default: the first"
+        (), DEVICES, "GPUs to use, one for each rank of a host; default: 0, 1 and so on"
     )
     prompt_embedding_table_data_type: str = parameter(
         "TYPE_FP16",
@@ -716,8 +716,8 @@ class Parameters:
     enable_sleep_mode: bool = parameter(
         False,
         BOOLEAN,
-        "let clients put the engine to sleep, which frees the memory of its weights, and of its KV cache "
-        "unless they keep it, and wake it up",
+        "let clients put the engine to sleep and wake it up; sleep frees the memory of the weights, and of the "
+        "KV cache unless the client keeps it",
     )
     lora_weights_data_type: str = parameter(
         "TYPE_FP16",

@@ -93,9 +93,9 @@ def settings_reference() -> str:
     parts += ["## Settings without effect", "", *_idle(spec for spec in PARAMETERS if not spec.built), ""]
     parts += ["## Environment variables", "", "Variables of this server:", "", *_variables(), ""]
     parts += [
-        "If a variable has a value that is not allowed, or if its name is misspelled, every command fails, "
-        "and so does the load of a model. For other variables whose names begin with `INFLIGHT_`, `inflight "
-        "serve` logs a warning."
+        "Every command, and every load of a model, fails if one of these variables has a value that is not "
+        "allowed, or if the name of a variable is nearly one of these names. For other unknown variables whose "
+        "names begin with `INFLIGHT_`, `inflight serve` logs a warning."
     ]
     return "\n".join(parts)
 
