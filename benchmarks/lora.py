@@ -1,4 +1,4 @@
-"""Measure LoRA adapters: iterations whose rows have adapters, in turn with iterations without adapters.
+"""Measure LoRA adapters: iterations whose rows have adapters, alternating with iterations without.
 
 All linear layers are adapted. Weights are random, because only the time is measured. In generation every row
 has one token, and rows use the adapters in turn; with `--chunk N` one row computes N tokens of a context.

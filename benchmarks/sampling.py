@@ -1,4 +1,4 @@
-"""Measure sampling by feature, and compare with only an argmax, and with only a softmax and multinomial.
+"""Compare the time of each sampling feature with that of an argmax, and of a softmax with multinomial.
 
 All rows use the measured feature. Logits are distributed like a language model's: probabilities fall with
 the rank, and some dozens of tokens together have a probability of 90 %. With `--flat` logits are normally

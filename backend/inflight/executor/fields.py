@@ -144,7 +144,7 @@ _REQUEST = _of(
     streaming=_works("if set, responses are returned while tokens are generated"),
     sampling_config=_works("copied into the request; later changes to the original have no effect"),
     output_config=_works("copied into the request; later changes to the original have no effect"),
-    end_id=_works("token that ends an output, and is not part of it; None and -1 mean that no token does"),
+    end_id=_works("token that ends an output, and is not part of it; None or -1: no token ends an output"),
     pad_id=_ignored("each beam is returned as a list of its own length, without padding"),
     position_ids=_refused("positions always count from 0"),
     bad_words=_works("token sequences that are not generated, even if they begin in the prompt"),
@@ -160,7 +160,7 @@ _REQUEST = _of(
     multimodal_embedding=_refused(_NO_IMAGES),
     mrope_config=_works("rotary positions of the prompt, for models with multimodal rotary embedding"),
     lora_config=_works(
-        "the first request with an adapter needs its weights; later requests need only the task_id"
+        "the first request with an adapter needs the adapter's weights; later ones need only the task_id"
     ),
     lookahead_config=_refused(_NO_LOOKAHEAD),
     kv_cache_retention_config=_works(
@@ -296,7 +296,7 @@ _CONFIGURATION = _of(
     request_stats_max_iterations=_works(
         "number of iterations whose statistics of requests are kept; 0 keeps none"
     ),
-    batching_type=_works("STATIC: the next batch starts when all requests of a batch have finished"),
+    batching_type=_works("STATIC: a batch starts when all requests of the previous batch have finished"),
     max_batch_size=_works(
         "maximum number of sequences that run at once, counting each beam; by default 64, or "
         "fewer if 64 do not fit"
@@ -460,9 +460,8 @@ _PARTS_OF_CONFIGURATION = [
         debug_output_tensors=_works("if set, the outputs of every iteration are debug tensors"),
         debug_tensor_names=_works("names of debug tensors: input_ids, positions, sequence_length, logits"),
         debug_tensors_max_iterations=_works(
-            "with 0 (the default), debug tensors are written to files; otherwise, "
-            "get_latest_debug_tensors returns those of as many iterations, except in orchestrator "
-            "mode"
+            "0 (the default): debug tensors are written to files; N: get_latest_debug_tensors returns "
+            "those of the last N iterations, except in orchestrator mode"
         ),
     ),
     *_of(

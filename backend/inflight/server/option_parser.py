@@ -84,7 +84,7 @@ def _add_draft_options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         type=Path,
         help="folder of the head that drafts tokens: an EAGLE-3 head, which implies --speculate eagle3, or Gemma "
-        "4's draft head, which implies mtp:3",
+        "4's draft head, which implies --speculate mtp:3",
     )
 
 
@@ -135,8 +135,8 @@ def _add_running_options(parser: argparse.ArgumentParser) -> None:
         type=seconds,
         default=30,
         metavar="SECONDS",
-        help="seconds that requests in flight have to finish when the server shuts down (default: "
-        "%(default)s)",
+        help="when the server shuts down, it waits at most this number of seconds for requests in flight "
+        "(default: %(default)s)",
     )
     add(
         "--ready-timeout",
@@ -261,8 +261,9 @@ def _add_rank_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--mode",
         choices=get_args(Mode),
-        help="leader: this command starts the ranks; orchestrator: the model starts them, and restarts them if "
-        "one is lost; in_process: there is one rank (default: in_process for one rank, orchestrator for several)",
+        help="leader: this command starts the ranks; orchestrator: the model's process starts them, and restarts "
+        "them if one is lost; in_process: there is one rank (default: in_process for one rank, orchestrator for "
+        "several)",
     )
     add(
         "--mpirun-arguments",

@@ -149,7 +149,7 @@ class SamplingConfig:
         ),
         executor=ExecutorField(
             _at_least(0),
-            "0 by default, which allows all tokens; if top_p and min_p are unset, too, decoding is greedy",
+            "0 by default, which allows all tokens; if it is 0 and top_p and min_p are unset, decoding is greedy",
         ),
         on_command_line=True,
         setting=Setting(_CHOICE, "The choice is among this many of the likeliest tokens.", usual="all"),

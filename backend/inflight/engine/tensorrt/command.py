@@ -84,9 +84,9 @@ def _parser() -> argparse.ArgumentParser:
         "--model",
         required=True,
         metavar="DIR",
-        help="a Hugging Face checkpoint: a folder, or a name of the hub",
+        help="a Hugging Face checkpoint: a folder, or a name on the hub",
     )
-    add("--revision", help="branch, tag or commit, if the checkpoint is a name of the hub")
+    add("--revision", help="branch, tag or commit, if --model is a name on the hub")
     add(
         "--output",
         required=True,
@@ -120,10 +120,11 @@ def _parser() -> argparse.ArgumentParser:
         "sm89 or sm80,sm89",
     )
     add("--attention", choices=("split", "packed"), default=defaults.attention,
-        help="how chunks and generation are computed together; tensorrt_rtx does not support packed "
-             "(default: %(default)s)")  # fmt: skip
+        help="split: context chunks and generation have an attention operation each; packed: one operation for "
+             "both, which tensorrt_rtx does not support (default: %(default)s)")  # fmt: skip
     add("--weights", choices=("constants", "inputs"), default=defaults.weights,
-        help="where to store the weights: in the plans, or in a separate file (default: %(default)s)")  # fmt: skip
+        help="constants: store the weights in the plans; inputs: in a separate file (default: "
+             "%(default)s)")  # fmt: skip
     add(
         "--module",
         choices=MODULES,
