@@ -22,8 +22,8 @@ class SamplingControls(Typed):
             decoding greedy.
         top_k: keep the k likeliest tokens; 0: all. In this API: 0 by default, which allows all tokens; if
             it is 0 and top_p and min_p are unset, decoding is greedy.
-        top_p: keep the smallest set of likeliest tokens that has probability p in (0, 1]; <= 0: unset. In
-            this API: unset by default.
+        top_p: keep the fewest likeliest tokens whose probabilities add up to p or more, p in (0, 1]; <= 0:
+            unset. In this API: unset by default.
         top_p_min: lower bound of a decaying top_p; 1e-6 by default. In this API: 1e-6 by default.
         top_p_decay: factor by which top_p decreases with each token; 1 by default. In this API: 1 by
             default.

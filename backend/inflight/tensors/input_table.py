@@ -257,8 +257,8 @@ _DRAFTS = (
     _both(
         "prompt_lookup_num_tokens",
         "INT32",
-        "maximum number of draft tokens; they come from the speculative_decoding_mode, or from prompt lookup if "
-        "no mode is set; 0: the maximum of the mode, or no drafts if no mode is set",
+        "maximum number of draft tokens. If a speculative_decoding_mode is set, the mode drafts, and 0 means the "
+        "mode's own maximum. If no mode is set, prompt lookup drafts, and 0 means no drafts",
     ),
     _text_only(
         "num_draft_tokens",

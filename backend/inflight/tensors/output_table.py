@@ -150,7 +150,7 @@ OUTPUTS = TensorTable(
             "context_phase_params",
             "UINT8",
             (-1,),
-            "never returned: this server computes the context and generation phases",
+            "never returned: this server computes both the context phase and the generation phase",
         ),
         _output(
             "state",

@@ -158,7 +158,7 @@ class SamplingConfig:
         0.0,
         "FP32",
         Range("in (0, 1], or <= 0 for unset", _SHARE.contains),
-        "keep the smallest set of likeliest tokens that has probability p in (0, 1]; <= 0: unset",
+        "keep the fewest likeliest tokens whose probabilities add up to p or more, p in (0, 1]; <= 0: unset",
         tensor="runtime_top_p",
         example=0.875,
         is_off=lambda p: p <= 0.0,
