@@ -22,12 +22,13 @@ class SamplingControls(Typed):
             decoding greedy.
         top_k: keep the k likeliest tokens; 0: all. In this API: 0 by default, which allows all tokens; if
             it is 0 and top_p and min_p are unset, decoding is greedy.
-        top_p: keep the fewest likeliest tokens whose probabilities add up to p or more, p in (0, 1]; <= 0:
+        top_p: keep the likeliest tokens, as few as add up to a probability of p or more, p in (0, 1]; <= 0:
             unset. In this API: unset by default.
         top_p_min: lower bound of a decaying top_p; 1e-6 by default. In this API: 1e-6 by default.
         top_p_decay: factor by which top_p decreases with each token; 1 by default. In this API: 1 by
             default.
-        top_p_reset_ids: id of a token that resets top_p; -1: none. In this API: none by default.
+        top_p_reset_ids: id of a token after which top_p has its first value again; -1: none. In this API:
+            none by default.
         min_p: keep tokens of at least min_p times the largest probability; 0: all. In this API: 0 by
             default.
         seed: seed of the random numbers; identical requests with the same seed get the same tokens; 0 by
@@ -45,9 +46,9 @@ class SamplingControls(Typed):
             2**30: off. In this API: off by default; 0 and 1 << 30 mean off.
         length_penalty: a beam's score is divided by its length to this power; 0 by default. In this API: 0
             by default.
-        early_stopping: end of a beam search that has beam_width finished beams. 1: at once; 0: when no
-            running beam has a better score; other values: when no running beam can get a better score. In
-            this API: 1 by default: a beam search ends once enough beams have finished.
+        early_stopping: when a beam search with beam_width finished beams ends. 1: at once; 0: as soon as no
+            running beam has a better score; other values: as soon as no running beam can get a better
+            score. In this API: 1 by default: a beam search ends once enough beams have finished.
         beam_search_diversity_rate: this number times a beam's index is added to the scores of the beam's
             next tokens when they are ranked; 0 by default. In this API: 0 by default.
     """

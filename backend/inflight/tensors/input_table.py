@@ -219,7 +219,8 @@ _ADAPTERS = (
     _llmapi(
         "lora_path",
         "BYTES",
-        "folder of the LoRA adapter below lora_dir; lora_name and lora_task_id are then only labels",
+        "path of the LoRA adapter's folder, which is below lora_dir; lora_name and lora_task_id are then only "
+        "labels",
     ),
     _llmapi("lora_ckpt_source", "BYTES", "format of the folder lora_path: hf for PEFT's format"),
     _both("lora_command", "BYTES", "JSON command: list, load or unload adapters instead of generating"),
@@ -257,8 +258,9 @@ _DRAFTS = (
     _both(
         "prompt_lookup_num_tokens",
         "INT32",
-        "maximum number of draft tokens. If a speculative_decoding_mode is set, the mode drafts, and 0 means the "
-        "mode's own maximum. If no mode is set, prompt lookup drafts, and 0 means no drafts",
+        "maximum number of tokens of a draft. If a speculative_decoding_mode is set, this mode makes the drafts, "
+        "and 0 means the mode's own maximum. If no mode is set, prompt lookup makes the drafts, and 0 "
+        "means no drafts",
     ),
     _text_only(
         "num_draft_tokens",

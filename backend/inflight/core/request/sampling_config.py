@@ -158,7 +158,7 @@ class SamplingConfig:
         0.0,
         "FP32",
         Range("in (0, 1], or <= 0 for unset", _SHARE.contains),
-        "keep the fewest likeliest tokens whose probabilities add up to p or more, p in (0, 1]; <= 0: unset",
+        "keep the likeliest tokens, as few as add up to a probability of p or more, p in (0, 1]; <= 0: unset",
         tensor="runtime_top_p",
         example=0.875,
         is_off=lambda p: p <= 0.0,
@@ -202,7 +202,7 @@ class SamplingConfig:
         -1,
         "INT32",
         _at_least(-1, " (-1: none)"),
-        "id of a token that resets top_p; -1: none",
+        "id of a token after which top_p has its first value again; -1: none",
         tensor="runtime_top_p_reset_ids",
         example=3,
         text_names=("top_p_reset_ids",),
@@ -398,8 +398,8 @@ class SamplingConfig:
         0,
         "INT32",
         _at_least(0),
-        "end of a beam search that has beam_width finished beams. 1: at once; 0: when no running beam has a "
-        "better score; other values: when no running beam can get a better score",
+        "when a beam search with beam_width finished beams ends. 1: at once; 0: as soon as no running beam has "
+        "a better score; other values: as soon as no running beam can get a better score",
         example=2,
         other_dtypes=("BOOL",),
         body=BodyField(is_number=False),
