@@ -46,7 +46,7 @@ CONTROLS: dict[str, tuple[str, str, str, int, str]] = {
         "runtime_top_p",
         "float32",
         0,
-        "keep the likeliest tokens, as few as add up to a probability of p or more, p in (0, 1]; <= 0: unset",
+        "keep just enough of the likeliest tokens for a total probability of p or more, p in (0, 1]; <= 0: unset",
     ),
     "top_p_min": (
         "top_p_min",

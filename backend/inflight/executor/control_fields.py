@@ -22,12 +22,12 @@ class SamplingControls(Typed):
             decoding greedy.
         top_k: keep the k likeliest tokens; 0: all. In this API: 0 by default, which allows all tokens; if
             it is 0 and top_p and min_p are unset, decoding is greedy.
-        top_p: keep the likeliest tokens, as few as add up to a probability of p or more, p in (0, 1]; <= 0:
-            unset. In this API: unset by default.
+        top_p: keep just enough of the likeliest tokens for a total probability of p or more, p in (0, 1];
+            <= 0: unset. In this API: unset by default.
         top_p_min: lower bound of a decaying top_p; 1e-6 by default. In this API: 1e-6 by default.
         top_p_decay: factor by which top_p decreases with each token; 1 by default. In this API: 1 by
             default.
-        top_p_reset_ids: id of a token after which top_p has its first value again; -1: none. In this API:
+        top_p_reset_ids: id of a token after which top_p has its initial value again; -1: none. In this API:
             none by default.
         min_p: keep tokens of at least min_p times the largest probability; 0: all. In this API: 0 by
             default.
