@@ -161,7 +161,7 @@ GAUGES: tuple[GaugeFamily, ...] = (
                 "context",
                 "Context Requests",
                 "sequences",
-                "sequences with prompt tokens that were computed in the last iteration",
+                "sequences for which the last iteration computed prompt tokens",
             ),
             Gauge("waiting", "Waiting Requests", "sequences", "sequences that wait or are paused"),
         ),
@@ -423,8 +423,8 @@ COUNTERS: tuple[CounterFamily, ...] = (
     CounterFamily(
         "inflight_kv_cache_dropped_blocks_total",
         "Saved KV blocks that were removed from host memory (host), and from files (disk). A block is removed to "
-        "make room, or because of its age. A block is also removed if it cannot be read, must not be loaded "
-        "again, or was saved again",
+        "make room, or because of its age. A block is also removed if it cannot be read, if it was part of a "
+        "failed request and might make the device fail again, or if it is replaced by a newer copy",
         "blocks",
         _by_medium(lambda tier: tier.num_dropped),
         "medium",
