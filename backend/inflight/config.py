@@ -177,15 +177,15 @@ class SchedulingConfig:
     context_chunking_policy: ChunkingPolicy = parameter(
         ChunkingPolicy.FIRST_COME_FIRST_SERVED,
         member(ChunkingPolicy),
-        "which split prompts get the remaining tokens of an iteration; first_come_first_served: the oldest "
-        "gets as many as it needs, then the next oldest; equal_progress: each gets one block of tokens in "
-        "turn",
+        "how split prompts share the tokens of an iteration that generation leaves over; "
+        "first_come_first_served: the oldest prompt gets as many as it needs, then the next oldest; "
+        "equal_progress: each prompt gets one block of tokens in turn",
     )
     schedule_policy: SchedulePolicy = parameter(
         SchedulePolicy.FCFS,
         member(SchedulePolicy),
-        "which waiting request of one client and priority starts first; fcfs: the oldest; lpm: the one with "
-        "the longest cached prefix, but at most 32 others start before an older request in this way",
+        "order in which waiting requests of the same client and priority start; fcfs: the oldest first; lpm: "
+        "the longest cached prefix first, but at most 32 later requests may overtake a request",
     )
     enable_kv_cache_reuse: bool = parameter(
         True, BOOLEAN, "reuse KV blocks of earlier sequences with the same prefix (prefix caching)"
@@ -218,11 +218,11 @@ class SchedulingConfig:
     speculative_decoding_mode: Speculation | None = parameter(
         None,
         SPECULATION,
-        "draft up to K next tokens of each sequence; prompt-lookup (K is 8 if not given): from the "
-        "sequence's own tokens; suffix (K is 8): from the sequence's own tokens and recent answers; mtp (K is "
-        "1): by the checkpoint's draft head, or by Gemma 4's draft head in speculative_model_dir; eagle3 (K is "
-        "3): by the EAGLE-3 head in speculative_model_dir; none, the default: no drafts, except by prompt "
-        "lookup for requests that ask for them",
+        "draft up to K next tokens of each sequence; prompt-lookup (default of K: 8): from the "
+        "sequence's own tokens; suffix (8): from the sequence's own tokens and recent answers; mtp (1): by the "
+        "checkpoint's draft head, or by Gemma 4's draft head in speculative_model_dir; eagle3 (3): by the "
+        "EAGLE-3 head in speculative_model_dir; none, the default: only requests that ask for prompt lookup "
+        "get drafts",
     )
     speculative_model_dir: str | None = parameter(
         None,
@@ -233,9 +233,9 @@ class SchedulingConfig:
     eagle_choices: DraftTree | None = parameter(
         None,
         CHOICES,
-        "draft tree of an EAGLE-3 or MTP head, as in TensorRT-LLM; its nodes {0}, {0, 0}, {0, 0, 0} and so on "
-        "are drafted, and their number sets K of speculative_decoding_mode; other nodes have no effect, which is "
-        "logged",
+        "draft tree of an EAGLE-3 or MTP head, as in TensorRT-LLM; only the chain of nodes {0}, {0, 0}, "
+        "{0, 0, 0} and so on is drafted, and its length sets K of speculative_decoding_mode; the log names other "
+        "nodes, which have no effect",
     )
     max_num_requests: int = -1
     sequences_per_iteration: int = SEQUENCES_PER_ITERATION
@@ -358,8 +358,8 @@ class EngineConfig:
     max_attention_window_size: tuple[int, ...] = parameter(
         (),
         WINDOWS,
-        "number of last tokens that a layer attends to: one number, or several, which are repeated over the "
-        "layers; default: all tokens",
+        "how many of the latest tokens a layer attends to: one number for all layers, or a list of numbers, "
+        "which is repeated over the layers; default: all tokens",
     )
     sink_token_length: int = parameter(
         0, integer(0), "number of first tokens that stay in every attention window and count towards its size"
@@ -374,8 +374,9 @@ class EngineConfig:
     max_tokens_in_paged_kv_cache: int | None = parameter(
         None,
         integer(1),
-        "maximum size of the KV cache in tokens; default: as many as fit into the fraction of free memory, but "
-        "on a CPU at most twice max_batch_size times max_sequence_length",
+        "maximum size of the KV cache in tokens; default: as many as kv_cache_free_gpu_mem_fraction or "
+        "kv_cache_free_cpu_mem_fraction allows, but on a CPU at most twice max_batch_size times "
+        "max_sequence_length",
     )
     kv_cache_host_memory_bytes: int = parameter(
         0,
@@ -402,7 +403,7 @@ class EngineConfig:
     lora_cache_optimal_adapter_size: int = parameter(
         8,
         integer(1),
-        "LoRA rank for which one page of adapter memory on the device has room",
+        "size of one page of adapter memory on the device, as the LoRA rank that fits into the page",
         behind="guided_decoding_max_guide_bytes",
     )
     lora_cache_max_adapter_size: int = parameter(64, integer(1), "highest rank of a LoRA adapter")
@@ -515,8 +516,8 @@ class Parameters:
     exclude_input_in_output: bool | None = parameter(
         None,
         BOOLEAN,
-        "leave the prompt out of the output unless a request says otherwise; default: the value of the model "
-        "tensorrt_llm, which is false if not set",
+        "leave the prompt out of the output unless a request says otherwise; default: false for the model "
+        "tensorrt_llm, and tensorrt_llm's value for the other models",
         _MODELS,
     )
     ignored_request_parameters: tuple[str, ...] = parameter(
@@ -617,8 +618,8 @@ class Parameters:
     hang_timeout_ms: int = parameter(
         120000,
         integer(0),
-        "milliseconds after which an iteration that has not ended makes the engine end and start again; 0: "
-        "off",
+        "time limit of an iteration, in milliseconds; if an iteration takes longer, the engine ends and starts "
+        "again; 0: no limit",
         behind="watchdog_timeout_ms",
     )
     engine_endpoint: str | None = parameter(
@@ -694,8 +695,8 @@ class Parameters:
     lora_cache_host_memory_bytes: int | None = parameter(
         None,
         integer(1),
-        "host memory for LoRA adapters; weights that wait to be stored may take the same amount in "
-        "addition; default: 1 GiB, or the size of one adapter of the highest rank if that is more",
+        "host memory for LoRA adapters; weights that were received but are not stored yet may take as much "
+        "memory again; default: 1 GiB, or the size of one adapter of the highest rank if that is more",
     )
     lora_prefetch_dir: str | None = parameter(
         None,

@@ -84,7 +84,7 @@ VARIABLES: Mapping[str, Variable] = {
         ),
         _choice(
             "INFLIGHT_CPU_PARTS",
-            "`all`: compile the code for every kind of weights and KV cache at once",
+            "`all`: compile the code for every kind of weights and KV cache, and not only for the loaded model's",
             "all",
         ),
         Variable(

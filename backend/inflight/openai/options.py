@@ -148,10 +148,10 @@ def _add_model_arguments(add: Callable[..., argparse.Action]) -> None:
         "--convert",
         choices=CONVERSIONS,
         default="auto",
-        help="what the model is served for; embed: /v1/embeddings; classify: /v1/classify for checkpoints for "
-        "sequence classification, otherwise /v1/rerank and /v1/score; none: text generation; auto: /v1/classify "
-        "for checkpoints for sequence classification, /v1/embeddings for those with a pooling of "
-        "sentence-transformers, otherwise text generation (default: auto)",
+        help="what the model is used for; none: text generation; embed: /v1/embeddings; classify: /v1/classify if "
+        "the checkpoint has a head for sequence classification, otherwise /v1/rerank and /v1/score; auto: classify "
+        "with such a head, embed if the checkpoint has a pooling of sentence-transformers, otherwise none (default: "
+        "auto)",
     )
 
 
@@ -236,7 +236,7 @@ def _add_batch_arguments(add: Callable[..., argparse.Action]) -> None:
         metavar="N",
         type=_count,
         default=CONCURRENCY,
-        help="maximum number of requests of batches in flight; should be lower than max_batch_size (default: "
+        help="how many requests of batches may be in flight; should be less than max_batch_size (default: "
         "%(default)s)",
     )
 

@@ -64,7 +64,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         type=setting,
         action="append",
         default=[],
-        help="set a parameter of docs/settings.md; may be repeated",
+        help="set one of the settings of docs/settings.md; may be repeated",
     )
 
 
@@ -201,7 +201,7 @@ def _add_api_options(parser: argparse.ArgumentParser) -> None:
         "--allow-model-config",
         action="store_true",
         help="let every client read the models' configurations, which name folders of this machine; "
-        "perf_analyzer and /v1 on another host (--triton) need them",
+        "perf_analyzer needs them, and so does a server of /v1 on another host",
     )
 
 
@@ -212,7 +212,7 @@ def _add_program_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=default_repository(),
         metavar="DIR",
-        help="folder of the models to load",
+        help="Triton model repository with the models to load",
     )
     add(
         "--write-repository",
@@ -227,7 +227,7 @@ def _add_program_options(parser: argparse.ArgumentParser) -> None:
         choices=("torch", "transformers", "tensorrt"),
         help="torch: this server's own layers; transformers: the code of Hugging Face transformers, for any "
         "decoder whose attention can be replaced; tensorrt: plans that scripts/build wrote (default: "
-        "tensorrt for plans, torch for families that it has, transformers for others)",
+        "tensorrt for plans, torch for families that it supports, transformers for others)",
     )
     add(
         "--engine-dir",

@@ -90,7 +90,13 @@ def settings_reference() -> str:
         parts += [f"## {title}", ""]
         for key in keys:
             parts += [*_entry(specs[key]), ""]
-    parts += ["## Settings without effect", "", *_idle(spec for spec in PARAMETERS if not spec.built), ""]
+    parts += ["## Settings without effect", ""]
+    parts += [
+        "These keys are accepted so that config.pbtxt files of other servers load. A key that is not available "
+        "yet can be left out or set as the table says. Any other value is refused.",
+        "",
+    ]
+    parts += [*_idle(spec for spec in PARAMETERS if not spec.built), ""]
     parts += ["## Environment variables", "", "Variables of this server:", "", *_variables(), ""]
     parts += [
         "Every command, and every load of a model, fails if one of these variables has a value that is not "
