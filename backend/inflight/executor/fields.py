@@ -105,12 +105,12 @@ _ONE_SERVER = (
     "one engine computes both context and generation; requests are not handed over to another engine"
 )
 _NO_LOOKAHEAD = (
-    "lookahead decoding is not implemented; a request can bring drafts (external_draft_tokens_config), "
-    "or drafts are guessed from earlier tokens (speculative_decoding_mode of the argument `parameters`)"
+    "lookahead decoding is not implemented; instead, a request can bring drafts (external_draft_tokens_config), "
+    "or the engine can guess them from earlier tokens (speculative_decoding_mode of the argument `parameters`)"
 )
 _NO_MEDUSA = (
-    "Medusa heads are not supported; a request can bring drafts (external_draft_tokens_config), or drafts are "
-    "made by the checkpoint's own head (eagle_config)"
+    "Medusa heads are not supported; instead, a request can bring drafts (external_draft_tokens_config), or the "
+    "checkpoint's own head can make them (eagle_config)"
 )
 _NO_THRESHOLDS = (
     "a draft token is accepted only if the model chooses the same token, so drafts change no output"
@@ -250,7 +250,10 @@ _PARTS_OF_REQUESTS = [
             "weights that are sent with a known id are ignored, so a new version of an adapter needs a new id"
         ),
         weights=_works("float32, float16 or bfloat16, whatever the model's dtype is"),
-        config=_works("rows of 3 or 4 numbers; a row for a module that the model does not have is an error"),
+        config=_works(
+            "rows of the module's id, the layer, the rank, and optionally 1 for DoRA; a row for a module that the "
+            "model does not have is an error"
+        ),
     ),
     *_of(
         PromptTuningConfig,
@@ -324,7 +327,7 @@ _CONFIGURATION = _of(
     mm_embedding_offloading=_ignored(_NO_IMAGES),
     enable_trt_overlap=_ignored("iterations overlap wherever the results stay the same"),
     fail_fast_on_attention_window_too_large=_ignored(
-        "an attention window needs no memory of its own in the KV cache"
+        "no attention window is too large, because it needs no memory of its own in the KV cache"
     ),
 )
 
@@ -400,7 +403,7 @@ _PARTS_OF_CONFIGURATION = [
         max_adapter_size=_works("adapters of a higher rank are refused"),
         num_put_workers=_ignored("an adapter is stored as soon as its request arrives"),
         num_ensure_workers=_ignored("the first iteration that needs an adapter copies it to the device"),
-        num_copy_streams=_ignored("adapters are copied in order with the device's other work"),
+        num_copy_streams=_ignored("there are no separate copy streams; adapters are copied in order with the device's other work"),
         max_pages_per_block_host=_ignored("on the host an adapter is kept in one piece"),
         max_pages_per_block_device=_ignored(
             "there are no blocks of pages; optimal_adapter_size sets the size of a page"
@@ -417,9 +420,9 @@ _PARTS_OF_CONFIGURATION = [
     *_of(
         DecodingConfig,
         decoding_mode=_refused(
-            "each request sets its own sampling; drafts are made by EAGLE-3 and MTP heads (Eagle), "
-            "are guessed as speculative_decoding_mode of the argument `parameters` says, or are "
-            "sent with a request (external_draft_tokens_config)",
+            "each request sets its own sampling; drafts can come only from an EAGLE-3 or MTP head (Eagle), "
+            "from speculative_decoding_mode of the argument `parameters`, or from the request "
+            "(external_draft_tokens_config)",
             *_SAMPLES,
             DecodingMode.Eagle(),
         ),

@@ -13,7 +13,8 @@ _HEAD = """# Fields of the Executor API
 
 This page says what each field of TensorRT-LLM's Executor API does in `inflight.executor`. A **refused** field
 raises `NotSupported` with the given reason when an `Executor` is created or a request is enqueued. An *ignored*
-field would change only speed or memory use, and is logged once. Default values are neither refused nor logged.
+field would change only speed or memory use, and is logged once. Default values, and the values after "except", are
+neither refused nor logged.
 
 `scripts/write_configs` writes this page.
 """
