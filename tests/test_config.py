@@ -319,7 +319,7 @@ BAD = [
     ("speculative_decoding_mode", "suffix:", "none, prompt-lookup, suffix, mtp or eagle3"),
     ("speculative_decoding_mode", "suffix:65", "none, prompt-lookup, suffix, mtp or eagle3"),
     ("speculative_decoding_mode", "mtp:65", "none, prompt-lookup, suffix, mtp or eagle3"),
-    ("eagle_choices", "{1}", "the nodes of a tree that contains {0}, such as {0}, {1}, {0, 0}; the chain"),
+    ("eagle_choices", "{1}", "a tree that contains {0}, such as {0}, {1}, {0, 0}, with at most 64 nodes"),
     ("eagle_choices", "{0}, {-1}", "a tree that contains {0}"),
     ("eagle_choices", "{0}, {0, 0, 0}, {0, 1}", "a tree that contains {0}"),
     ("eagle_choices", "{0}, {0}", "a tree that contains {0}"),

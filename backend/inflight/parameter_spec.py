@@ -244,8 +244,8 @@ def _parse_choices(text: str) -> DraftTree:
 
 
 CHOICES = ParameterKind(
-    "the nodes of a tree that contains {0}, such as {0}, {1}, {0, 0}; the chain {0}, {0, 0}, {0, 0, 0} and so "
-    f"on may have at most {MAX_DRAFT_TOKENS} nodes",
+    f"a tree that contains {{0}}, such as {{0}}, {{1}}, {{0, 0}}, with at most {MAX_DRAFT_TOKENS} nodes in its "
+    "chain {0}, {0, 0}, {0, 0, 0} and so on",
     _parse_choices,
     lambda value: value.num_tokens <= MAX_DRAFT_TOKENS,
 )
