@@ -701,8 +701,8 @@ class Parameters:
     lora_prefetch_dir: str | None = parameter(
         None,
         TEXT,
-        "folder of adapters that are read at the start; an adapter that was evicted is read again when a "
-        "request names it; each adapter has a folder, which is named by its task id and has two .npy files",
+        "folder with a subfolder for each adapter, which is named by the adapter's task id and has two .npy "
+        "files; the adapters are read at the start, and an evicted adapter is read again when a request names it",
     )
     lora_dir: str | None = parameter(
         None,

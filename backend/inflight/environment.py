@@ -96,8 +96,8 @@ VARIABLES: Mapping[str, Variable] = {
         ),
         _choice(
             "INFLIGHT_PROGRESS_BAR",
-            "`1`: log the progress of a start every few seconds; `scripts/serve` sets it on a terminal, where it "
-            "shows these lines as a bar",
+            "`1`: log the progress of a start every few seconds; on a terminal, `scripts/serve` sets the variable "
+            "and shows these lines as a bar",
             "0",
             "1",
         ),

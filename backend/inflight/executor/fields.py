@@ -403,7 +403,9 @@ _PARTS_OF_CONFIGURATION = [
         max_adapter_size=_works("adapters of a higher rank are refused"),
         num_put_workers=_ignored("an adapter is stored as soon as its request arrives"),
         num_ensure_workers=_ignored("the first iteration that needs an adapter copies it to the device"),
-        num_copy_streams=_ignored("there are no separate copy streams; adapters are copied in order with the device's other work"),
+        num_copy_streams=_ignored(
+            "there are no separate copy streams; adapters are copied in order with the device's other work"
+        ),
         max_pages_per_block_host=_ignored("on the host an adapter is kept in one piece"),
         max_pages_per_block_device=_ignored(
             "there are no blocks of pages; optimal_adapter_size sets the size of a page"

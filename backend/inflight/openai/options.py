@@ -148,10 +148,10 @@ def _add_model_arguments(add: Callable[..., argparse.Action]) -> None:
         "--convert",
         choices=CONVERSIONS,
         default="auto",
-        help="what the model is used for; none: text generation; embed: /v1/embeddings; classify: /v1/classify if "
-        "the checkpoint has a head for sequence classification, otherwise /v1/rerank and /v1/score; auto: classify "
-        "with such a head, embed if the checkpoint has a pooling of sentence-transformers, otherwise none (default: "
-        "auto)",
+        help="what the model is used for; none: text generation; embed: /v1/embeddings; classify: /v1/classify "
+        "if the checkpoint has a head for sequence classification, otherwise /v1/rerank and /v1/score; auto: "
+        "classify with such a head, embed if the checkpoint has a pooling of sentence-transformers, otherwise "
+        "none (default: auto)",
     )
 
 

@@ -100,8 +100,8 @@ def settings_reference() -> str:
     parts += ["## Environment variables", "", "Variables of this server:", "", *_variables(), ""]
     parts += [
         "Every command, and every load of a model, fails if one of these variables has a value that is not "
-        "allowed, or if the name of a variable is nearly one of these names. For other unknown variables whose "
-        "names begin with `INFLIGHT_`, `inflight serve` logs a warning."
+        "allowed, or if a variable has nearly one of these names, which is probably a typing error. For other "
+        "unknown variables whose names begin with `INFLIGHT_`, `inflight serve` logs a warning."
     ]
     return "\n".join(parts)
 
