@@ -1,4 +1,4 @@
-"""Measure the core's scheduler: schedule and update of an iteration, and admission, without any device.
+"""Measure the scheduler without a device: admission of requests, and schedule and update of an iteration.
 
 Outputs are made in advance, so that only the scheduler is timed, without sender threads and forward pass.
 Statistics are counted, but not written as JSON. Each kind of request is measured separately.

@@ -72,7 +72,7 @@ VARIABLES: Mapping[str, Variable] = {
         ),
         _choice(
             "INFLIGHT_CPU_TARGET",
-            "the [target](operating.md#what-computes-the-layers) of compiled layers instead of the fastest one: "
+            "use this [target](operating.md#what-computes-the-layers) for compiled layers, not the fastest one: "
             "`amx`, `avx512`, `avx2`, `neon-bf16`, `neon-dot`, `neon`, `generic`",
             *_OF_MACHINES.get(platform.machine(), ()),
             "generic",

@@ -411,7 +411,8 @@ _PARTS_OF_CONFIGURATION = [
             "there are no blocks of pages; optimal_adapter_size sets the size of a page"
         ),
         device_cache_percent=_works(
-            "share, from 0 to 1, of the memory that is free after the weights are loaded; 0.05 by default"
+            "size of the cache on the device, as a share (0 to 1) of the memory that is free after the weights "
+            "are loaded; 0.05 by default"
         ),
         host_cache_size=_works("size in bytes of the cache in host memory; 1 GiB by default"),
         lora_prefetch_dir=_works(
