@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
-import sysconfig
-import venv
 import zipfile
 from pathlib import Path
 
@@ -17,9 +14,10 @@ from inflight.engine.cpu import library
 from inflight.testing.make_model import make_model
 from tests.engine.driver import Driver, load_engine
 
+from .installation import ROOT, Installation
+
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(3600)]  # seconds: all libraries are compiled
 
-ROOT = Path(__file__).resolve().parents[2]
 PROMPT = (1, 2, 3, 4)
 
 
@@ -30,27 +28,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([ROOT / "scripts" / "wheel", folder], check=True, timeout=3600)
     (found,) = folder.glob(f"inflight-*_{os.uname().machine}.whl")
     return found
-
-
-class Installation:
-    """An environment with the wheel and the tests' dependencies, whose PATH has only its own programs."""
-
-    def __init__(self, wheel: Path, folder: Path) -> None:
-        venv.create(folder / "venv", symlinks=True)
-        self._bin, self.cache = folder / "venv" / "bin", folder / "cache"
-        python = str(self._bin / "python")
-        pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index"]
-        subprocess.run([*pip, wheel], check=True, timeout=600)
-        self.packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "venv")}))
-        (self.packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
-
-    def run(self, *arguments: str, **variables: str) -> str:
-        """Run the environment's Python and return its output."""
-        environment = {"PATH": str(self._bin), "XDG_CACHE_HOME": str(self.cache), "HOME": "/", **variables}
-        command = [self._bin / "python", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd="/")
-        assert done.returncode == 0, done.stderr
-        return done.stdout
 
 
 @pytest.fixture(scope="module")
