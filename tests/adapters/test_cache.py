@@ -13,7 +13,7 @@ from inflight.adapters.lora_rows import CheckedAdapter
 from inflight.core.request.adapter import AdapterEvent, AdapterUpdate, LoraRequest
 from inflight.core.request.request import Origin
 from inflight.errors import ConfigError, InflightError, InvalidArgument, NotFound, StepFailed, Unavailable
-from tests.lines_of import lines_of
+from tests.lines_of import call_for, lines_of
 
 from .caching import WAIT_S, WRONG, Make, by_id, errors, make_weights, ready
 
@@ -101,10 +101,15 @@ def test_log_lines_name_the_request_that_an_adapter_is_read_for(
         for number, task_id, weights in ((1, 7, make_weights()), (2, 8, None)):
             it.cache.submit(number, by_id(task_id, weights), Origin("openai", f"id-{number}"))
             it.settle()
+        with pytest.raises(StepFailed):
+            call_for("command", it.cache.load, "sql").result(WAIT_S)
         it.run(3, by_id(9))
     assert lines == [
         "the LoRA adapter 7 could not be loaded request_id=id-1",
         "the LoRA adapter 8 could not be loaded request_id=id-2",
+        "the LoRA adapter sql could not be loaded request_id=command",
+        "the LoRA adapter sql is refused: LoRA adapter sql could not be loaded: "
+        "ZeroDivisionError('division by zero') request_id=command",
         "the LoRA adapter 9 could not be loaded",
     ]
 

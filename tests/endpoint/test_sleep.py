@@ -14,6 +14,7 @@ from inflight.endpoint.local import LocalEngineClient
 from inflight.endpoint.server import EndpointServer
 from inflight.errors import ConfigError, Unavailable, Unsupported
 from tests.endpoint.factories import DESCRIPTION, PATIENCE_S, Inbox, delta, make_request
+from tests.lines_of import call_for, lines_of
 
 SLEEP, ABORT, WAKE_UP, ASK = SleepAction.SLEEP, SleepAction.ABORT, SleepAction.WAKE_UP, SleepAction.ASK
 
@@ -194,3 +195,16 @@ def test_an_ended_engine_takes_no_such_command(local: LocalEngineClient) -> None
     local.close()
     with pytest.raises(Unavailable, match="shutting down"):
         local.sleep(SLEEP, 0.0)
+
+
+def test_log_lines_about_sleep_name_the_clients_request(
+    client: LocalEngineClient | SocketEngineClient, memory: FakeMemory
+) -> None:
+    with lines_of("inflight.endpoint.sleep") as lines:
+        call_for("first", client.sleep, SLEEP, PATIENCE_S)
+        memory.problem = "no room"
+        with pytest.raises(Unavailable):
+            call_for("second", client.sleep, WAKE_UP, PATIENCE_S)
+        memory.problem = ""
+        call_for("third", client.sleep, WAKE_UP, PATIENCE_S)
+    assert [line.partition(" request_id=")[2] for line in lines] == ["first", "second", "third"]

@@ -11,6 +11,7 @@ from inflight.endpoint.local import LocalEngineClient
 from inflight.endpoint.server import EndpointServer
 from inflight.errors import NotFound, StepFailed, Unavailable, Unsupported
 from tests.endpoint.factories import DESCRIPTION, Batcher, Inbox, make_request
+from tests.lines_of import call_for, lines_of
 
 LIST = AdapterCommand(AdapterAction.LIST)
 
@@ -44,8 +45,11 @@ def test_an_unexpected_exception_does_not_end_the_connection(
     front_end: SocketEngineClient, batcher: Batcher
 ) -> None:
     batcher.adapters.load = None
-    with pytest.raises(StepFailed, match="the command could not be carried out"):
-        front_end.adapters(AdapterCommand(AdapterAction.LOAD, "sql"), 5.0)
+    load = AdapterCommand(AdapterAction.LOAD, "sql")
+    unexpected = pytest.raises(StepFailed, match="the command could not be carried out")
+    with lines_of("inflight.endpoint.server") as lines, unexpected:
+        call_for("a", front_end.adapters, load, 5.0)
+    assert lines == ["the command could not be carried out request_id=a"]
     assert front_end.adapters(LIST, 5.0) == ()
 
 

@@ -14,6 +14,7 @@ from inflight.endpoint import frames
 from inflight.endpoint.client import SocketEngineClient
 from inflight.errors import StepFailed, Unavailable, Unsupported
 from tests.endpoint.factories import DESCRIPTION, PATIENCE_S, Inbox, make_request
+from tests.lines_of import call_for, lines_of
 
 
 class Asked:
@@ -68,6 +69,13 @@ def test_the_reason_for_a_missing_state_crosses_the_socket(front_end, batcher, e
     batcher.read_state = read_state
     with pytest.raises(type(error), match=str(error)):
         front_end.state(1.0)
+
+
+def test_the_log_line_about_a_missing_state_names_the_clients_request(front_end, batcher) -> None:
+    batcher.read_state = lambda timeout_s: "no JSON"
+    with lines_of("inflight.endpoint.server") as lines, pytest.raises(StepFailed):
+        call_for("a", front_end.state, 1.0)
+    assert lines == ["the state could not be read request_id=a"]
 
 
 def test_an_exception_in_read_state_does_not_end_the_connection(front_end, batcher) -> None:

@@ -11,6 +11,7 @@ import pytest
 from inflight.errors import Unavailable
 from inflight.tensors.output_table import OUTPUTS
 from inflight.tensors.spec import Vocabulary
+from tests.lines_of import lines_of
 from tests.tensors.factories import make_description, token_inputs
 from tests.triton.factories import make_triton_request
 from tests.triton.fake_pb_utils import ResponseSender, TritonError
@@ -113,6 +114,14 @@ def test_a_state_request_gets_the_error_of_reading_the_state(
     for _ in range(2):  # the thread survives an error
         found, message = error_of(ask(stage).wait_final()[0])
         assert found == code and "hangs" in message
+
+
+def test_a_failed_reading_of_the_state_is_logged_with_the_request(build: Build) -> None:
+    stage = build()
+    stage.client.read_state = lambda timeout_s: 1 / 0
+    with lines_of("inflight.triton.front_end") as lines:
+        stage.take(make_triton_request({"state": np.array([True])}, request_id="a")).wait_final()
+    assert lines == ["the state could not be read request_id=a"]
 
 
 def test_a_disconnected_client_does_not_keep_others_from_the_state(build: Build) -> None:

@@ -101,6 +101,7 @@ class _PendingAdapter:
 
     waiting: dict[int, _WaitingRequest] = field(default_factory=dict[int, _WaitingRequest])
     is_ordered: bool = False  # requested by `HostAdapterCache.load`
+    ordered_by: str = ""  # id of the client's request that called it; "": none
     done: Future[AdapterInfo] = field(default_factory=lambda: Future[AdapterInfo]())
 
 
@@ -228,7 +229,7 @@ class HostAdapterCache:
                 found.set_result(entry.info)
                 return found
             load = self._load_for(key)
-            load.is_ordered = True
+            load.is_ordered, load.ordered_by = True, REQUEST_ID.get()
         return load.done
 
     def unload(self, adapter: str | int) -> None:
@@ -311,7 +312,8 @@ class HostAdapterCache:
         """Try to store an adapter; return whether there is something else to try.
 
         Weights in requests are tried first, one request after the other; the folder is tried last. Log lines
-        name the request whose weights are tried, and for the folder the request that has waited longest.
+        name the request whose weights are tried, and for the folder the request that has waited longest. If no
+        request waits, they name the request with the command to load the adapter.
         """
         with self._lock:
             load = self._loads[key]
@@ -323,7 +325,7 @@ class HostAdapterCache:
             lora = key if request_id is None else load.waiting[request_id].lora
             named = next(iter(load.waiting), None) if request_id is None else request_id
             origin = None if named is None else load.waiting[named].origin
-        REQUEST_ID.set("" if origin is None else origin.request_id)
+            REQUEST_ID.set(load.ordered_by if origin is None else origin.request_id)
         found = self._try_to_read(lora)
         with self._lock:
             is_done = self._finish_attempt(key, load, request_id, found)

@@ -53,6 +53,7 @@ from inflight.endpoint.frames import (
 )
 from inflight.endpoint.path import connect, peer_has_this_parent, reach, read_hello
 from inflight.errors import InvalidArgument, NotStarted, Unavailable, Unreachable, error_from_kind
+from inflight.log_lines import REQUEST_ID
 
 _log = logging.getLogger(__name__)
 _HELLO_TIMEOUT_S = 5.0
@@ -234,16 +235,17 @@ class _EngineConnection:
             self._send(encode(stop))
 
     def state(self, timeout_s: float) -> str:
-        return self._result(ReadState(next(self._query_ids), timeout_s), State, "its state").text
+        query = ReadState(next(self._query_ids), timeout_s, REQUEST_ID.get())
+        return self._result(query, State, "its state").text
 
     def adapters(self, command: AdapterCommand, timeout_s: float) -> tuple[AdapterState, ...]:
-        query = CommandAdapters(next(self._query_ids), command, timeout_s)
+        query = CommandAdapters(next(self._query_ids), command, timeout_s, REQUEST_ID.get())
         return self._result(
             query, AdapterStates, f"whether it could {command.action.value} adapters"
         ).adapters
 
     def sleep(self, action: SleepAction, timeout_s: float, only_weights: bool) -> bool:
-        query = CommandSleep(next(self._query_ids), action, timeout_s, only_weights)
+        query = CommandSleep(next(self._query_ids), action, timeout_s, only_weights, REQUEST_ID.get())
         return self._result(query, SleepState, "whether it sleeps").is_asleep
 
     def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:

@@ -87,10 +87,15 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReadState(msgspec.Struct, frozen=True, tag=True):
-    """Front end → engine: answer with a State of the same `query_id` within `timeout_s` seconds."""
+    """Front end → engine: answer with a State of the same `query_id` within `timeout_s` seconds.
+
+    `request_id` is that of the client's request, for log lines; "": no client has asked. This is the same in other
+    queries.
+    """
 
     query_id: int
     timeout_s: float
+    request_id: str = ""
 
 
 class State(msgspec.Struct, frozen=True, tag=True):
@@ -111,6 +116,7 @@ class CommandAdapters(msgspec.Struct, frozen=True, tag=True):
     query_id: int
     command: AdapterCommand
     timeout_s: float
+    request_id: str = ""
 
 
 class AdapterStates(msgspec.Struct, frozen=True, tag=True):
@@ -132,6 +138,7 @@ class CommandSleep(msgspec.Struct, frozen=True, tag=True):
     action: SleepAction
     timeout_s: float
     only_weights: bool = False
+    request_id: str = ""
 
 
 class SleepState(msgspec.Struct, frozen=True, tag=True):

@@ -44,6 +44,7 @@ from inflight.endpoint.path import listen, remove
 from inflight.endpoint.supervision import Supervision, SupervisorConnection
 from inflight.errors import InflightError, StepFailed, without_places
 from inflight.file_names import native
+from inflight.log_lines import REQUEST_ID
 
 _log = logging.getLogger(__name__)
 
@@ -262,6 +263,7 @@ class _ClientConnection:
             run: Returns the result, within the query's timeout.
             failure: The message for an unexpected error.
         """
+        REQUEST_ID.set(query.request_id)
         try:
             answer = reply(query.query_id, run())
         except Exception as caught:  # any error goes to the peer

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -331,7 +332,8 @@ class _StateRequests:
     def ask(self, stream: TritonStream) -> None:
         """Queue a request for the state, which is answered on `stream`. Never blocks."""
         self._waiting.append(stream)
-        self._thread.submit(self._answer)
+        # In the caller's context, so that log lines name the request, or the first of several.
+        self._thread.submit(copy_context().run, self._answer)
 
     def close(self) -> None:
         """Answer all queued requests and end the thread, quickly if the client is closed. Idempotent."""
