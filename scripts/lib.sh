@@ -47,9 +47,10 @@ bootstrap() {
   if [ "${2:-}" = --no-venv ]; then use_active_environment; else use_venv_if_made; fi
   wanted="$(fingerprint)"
   if [ -n "$PYTHON" ]; then
-    stamp="$(stamp_file "$purpose")"
-    [ "$purpose" != client ] || [ "$VENV" = "$ROOT/.venv-client" ] || return 0
-    [ ! -f "$stamp" ] || [ "$(<"$stamp")" != "$wanted" ] || return 0
+    # The tests' environment has all packages.
+    for stamp in "$(stamp_file "$purpose")" "$(stamp_file test)"; do
+      [ ! -f "$stamp" ] || [ "$(<"$stamp")" != "$wanted" ] || return 0
+    done
   fi
   # Two processes must not install into the same environment at the same time.
   exec 9<"$ROOT"

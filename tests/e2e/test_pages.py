@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -95,6 +96,12 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
     },
     "docs/scaling.md": {
         "ENVIRONMENT/bin/serve run": "is Ray's; tests/integrations/test_ray_serve.py runs it"
+    },
+    "docs/security.md": {".venv/bin/pip": INSTALLS},
+    "docs/speculation.md": {
+        "scripts/train": "trains for minutes",
+        "scripts/bench": "needs the trained head",
+        "scripts/serve --draft-model": "needs the trained head",
     },
     "docs/tensorrt.md": {
         ".venv/bin/pip": INSTALLS,
@@ -195,7 +202,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def local(text: str, checkout: Path, adapters: Path | None) -> str:
-    """Return a command or program with paths of this machine, and the modules that scripts run."""
+    """Return a command or program with paths of this machine, and of the checkout's scripts."""
     paths = {
         "/path/to/checkpoint": DEMO_MODEL,
         "Qwen/Qwen3-Embedding-0.6B": f"{DEMO_MODEL} --convert embed",
@@ -211,14 +218,29 @@ def local(text: str, checkout: Path, adapters: Path | None) -> str:
     text = re.sub(r"(?<=[= \"'])/adapters/", f"{adapters}/", text)
     environment = shlex.quote(str(Path(sys.executable).parent))
     text = re.sub(r"(?<![\w/])\.venv/bin/", lambda _: f"{environment}/", text)
-    return re.sub(r"(?<![\w/])scripts/(\w+)", lambda script: _module(script[1]), text)
+    return re.sub(r"(?<![\w/])scripts/(\w+)", lambda script: _command_of(script[1]), text)
 
 
-def _module(script: str) -> str:
-    """Return the command in a script's last line, without the installation before it."""
-    (module,) = re.findall(r'exec "\$PYTHON" -m ([\w.]+)', (ROOT / "scripts" / script).read_text())
+def _command_of(script: str) -> str:
+    """Return the script's path or, if the script could install packages, the command in its last line."""
     ports = "--http-port 0 --grpc-port 0 --metrics-port 0 --openai-port 0"
-    return f"{shlex.quote(sys.executable)} -m {module} {ports if script in ('serve', 'doctor') else ''}"
+    path = ROOT / "scripts" / script
+    if _scripts_install_nothing():
+        command = shlex.quote(str(path))
+    else:
+        (module,) = re.findall(r'exec "\$PYTHON" -m ([\w.]+)', path.read_text())
+        command = f"{shlex.quote(sys.executable)} -m {module}"
+    return f"{command} {ports if script in ('serve', 'doctor') else ''}"
+
+
+@cache
+def _scripts_install_nothing() -> bool:
+    """Return whether the tests run in the environment that `scripts/test` has made and filled."""
+    stamp = ROOT / ".venv" / ".inflight-test"
+    if Path(sys.prefix) != ROOT / ".venv" or not stamp.is_file():
+        return False
+    command = ["bash", "-c", '. "$0/scripts/lib.sh"; fingerprint', str(ROOT)]
+    return stamp.read_text() == subprocess.run(command, capture_output=True, text=True).stdout.rstrip("\n")
 
 
 @contextmanager

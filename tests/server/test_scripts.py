@@ -90,6 +90,15 @@ def test_perf_analyzer_of_the_tests_environment_is_used_if_present(checkout: Pat
     ]
 
 
+@pytest.mark.parametrize("script", ["serve", "replay", "bench"])
+def test_nothing_is_installed_if_everything_for_tests_is_there(checkout: Path, script: str):
+    make_environment(checkout, ".venv", "test")
+    command = [checkout / "scripts" / script, "some_argument"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f".venv -m inflight.{script}_command some_argument\n"
+
+
 def test_equal_programs_are_stored_once(checkout: Path):
     make_environment(checkout, ".venv")
     folder = checkout / ".venv" / "bin"
