@@ -8,6 +8,8 @@ model.
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from inflight.ranks.rank_context import RankContext
     from inflight.receipts.engine_part import EngineReceipts
     from inflight.tracing import Tracer
+
+_OF_DEVICES = ("CUDA_VISIBLE_DEVICES", "INFLIGHT_CPU_TARGET", "INFLIGHT_CPU_BUILD")
+"""The environment variables that decide which device and which code compute KV blocks."""
 
 OnHang: TypeAlias = "Callable[[Unavailable], None]"
 
@@ -78,18 +83,14 @@ def make_block_store(
             f"pipeline_parallel_size is {parameters.pipeline_parallel_size}"
         )
     from inflight.block_store import BlockFiles, HostBlockStore, cache_identity
-    from inflight.receipts.engine_part import given_parameters, model_folders, versions
+    from inflight.receipts.engine_part import given_parameters, versions
 
     files = None
     if folder is not None:
         settings = versions() | given_parameters(parameters) | asdict(model.code)
         settings |= {"dtype": model.dtype, "sizes": (memory.block_bytes, memory.state_bytes)}
         settings |= {} if num_ranks == 1 else {"rank": f"{rank} of {num_ranks}"}
-        folders = model_folders(parameters, native(model.model_path))
-        head = parameters.engine.draft_head_dir
-        if head is not None:  # its keys and values, or hidden states, are in the blocks too
-            folders |= {"speculative_model_dir/": Path(native(head))}
-        identity = cache_identity(folders, settings)
+        identity = cache_identity(_cached_folders(parameters, native(model.model_path)), settings)
         files = BlockFiles(
             Path(native(folder)),
             identity,
@@ -97,10 +98,43 @@ def make_block_store(
             parameters.kv_cache_disk_bytes,
             parameters.kv_cache_max_age_s,
             num_ranks=num_ranks,
+            label=label_of_blocks(parameters, native(model.model_path)),
         )
     host_bytes = _host_tier_bytes(parameters, model)
     tokens_per_block = model.engine.limits.tokens_per_block
     return HostBlockStore(memory, tokens_per_block, notify, host_bytes, files, always_loads=num_ranks > 1)
+
+
+def label_of_blocks(parameters: Parameters, model_path: str) -> str:
+    """Return a digest of all that the identity of saved KV blocks depends on, and of more.
+
+    It is known before the model is loaded. If the labels of two servers are equal, so are the identities.
+
+    Args:
+        parameters: The engine's parameters.
+        model_path: The checkpoint's folder.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    from inflight.block_store import cache_identity
+    from inflight.parameter_spec import declared_rows
+    from inflight.receipts.engine_part import versions
+
+    facts: dict[str, object] = {**versions(), "machine": platform.node()}
+    facts |= {name: os.environ.get(name, "") for name in _OF_DEVICES}
+    for owner in (parameters, parameters.engine, parameters.scheduler):
+        facts |= {spec.key: getattr(owner, name) for name, spec in declared_rows(type(owner)).items()}
+    return cache_identity(_cached_folders(parameters, model_path), facts)
+
+
+def _cached_folders(parameters: Parameters, model_path: str) -> dict[str, Path]:
+    """Return the folders with the files on which the content of KV blocks depends."""
+    from inflight.receipts.engine_part import model_folders
+
+    folders, head = model_folders(parameters, model_path), parameters.engine.draft_head_dir
+    # The head's keys and values, or hidden states, are in the blocks too.
+    return folders if head is None else folders | {"speculative_model_dir/": Path(native(head))}
 
 
 def share_block_store(

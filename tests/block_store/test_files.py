@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from inflight.block_store import BlockFiles
+from inflight.block_store.files import is_in_use
 from inflight.errors import ConfigError
 
 IDENTITY, OTHER = "0" * 32, "1" * 32
@@ -224,6 +225,19 @@ def test_another_process_may_not_use_the_same_blocks(tmp_path):
     files_in(tmp_path, OTHER).close()  # another model may use the folder
     files.close()
     files_in(tmp_path).close()
+
+
+def test_a_process_that_uses_blocks_is_found_by_its_label(tmp_path):
+    assert not is_in_use(tmp_path / "missing", "mine") and not (tmp_path / "missing").exists()
+    files = BlockFiles(tmp_path, IDENTITY, BYTES, 100 * FILE_BYTES, 1e6, label="mine")
+    assert is_in_use(tmp_path, "mine") and not is_in_use(tmp_path, "other")
+    shutil.rmtree(tmp_path / IDENTITY)
+    save(files, 1)
+    assert is_in_use(tmp_path, "mine"), "the folder was locked again"
+    files.close()
+    assert not is_in_use(tmp_path, "mine")
+    files_in(tmp_path).close()
+    assert not is_in_use(tmp_path, "mine"), "another process has been here meanwhile"
 
 
 def test_blocks_of_models_that_nobody_uses_make_room_at_the_start(tmp_path):

@@ -18,8 +18,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from inflight import serve_command
+from inflight.block_store import BlockFiles
 from inflight.doctor import disks, preflight
 from inflight.doctor.finding import red
+from inflight.engine_parts import label_of_blocks
 from inflight.openai.options import OpenAiOptions
 from inflight.server.errors import OptionError
 from inflight.server.launch import ServerOptions
@@ -496,6 +498,23 @@ def test_a_folder_for_kv_blocks_in_which_no_file_can_be_made(tmp_path: Path) -> 
         )
     wanted = "--kv-cache-dir /proc/kv/blocks: no file can be made in /proc: "
     assert problem(DEMO_MODEL, kv_cache_dir=Path("/proc/kv/blocks")).startswith(wanted)
+
+
+def test_a_folder_for_kv_blocks_in_which_another_server_has_the_same_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "_ENDS_S", 0.05)
+    wanted = Wanted(DEMO_MODEL, kv_cache_dir=tmp_path)
+    parameters = preflight._parameters(ServerOptions(wanted=wanted))
+    assert parameters is not None
+    label = label_of_blocks(parameters, str(DEMO_MODEL))
+    files = BlockFiles(tmp_path, "0" * 32, 1000, 1 << 20, 1e6, label=label)
+    told = "another server uses the blocks of this model there; give each server a folder of its own"
+    assert problem(DEMO_MODEL, kv_cache_dir=tmp_path) == f"--kv-cache-dir {tmp_path}: {told}"
+    for other in (replace(wanted, dtype="float32"), replace(wanted, settings={"tokens_per_block": "16"})):
+        assert not list(preflight.problems(ServerOptions(wanted=other)))
+    files.close()
+    assert not list(preflight.problems(ServerOptions(wanted=wanted)))
 
 
 def test_a_folder_for_kv_blocks_of_another_machine_is_not_looked_at(tmp_path: Path) -> None:

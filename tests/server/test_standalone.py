@@ -19,6 +19,7 @@ def test_v1_is_served_until_a_signal(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "inflight", "serve", "--no-triton", "--openai-port", "0"]
     engine = tmp_path / "engine.sock"
     command += ["--log-format", "json", "--set", f"engine_endpoint={engine}"]
+    command += ["--kv-cache-dir", str(tmp_path / "kv"), "--kv-cache-disk", "1G"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     log = tmp_path / "log"
     with (
@@ -42,6 +43,9 @@ def test_v1_is_served_until_a_signal(tmp_path: Path) -> None:
             with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
                 page = response.read().decode()
             assert 'inflight_generated_tokens_total{model="tensorrt_llm",version="1"} 3\n' in page
+            second = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+            assert second.returncode == 2 and "another server uses the blocks of this model" in second.stderr
+            assert second.stderr.count("\n") == 1, "it loads no model"
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0
         finally:

@@ -1,6 +1,6 @@
 """KV blocks, and snapshots of recurrent state, in files that are found again by their keys after a restart.
 
-    FOLDER/IDENTITY/lock           locked by the process that uses the files
+    FOLDER/IDENTITY/lock           locked by the process that uses the files; it contains the process's label
     FOLDER/IDENTITY/3f/3f0a…       content of a block or snapshot, then a digest of it
 
 A file is written under another name and renamed, and the digest is checked when it is read, so a crash, a torn
@@ -78,6 +78,7 @@ class BlockFiles:
         monotonic_s: Seconds of a clock that cannot be set; injected by tests.
         num_ranks: Number of ranks, each of which has files of its own, and an equal part of `max_bytes`. With
             several, the caller calls `make_room`.
+        label: What `is_in_use` looks for: a text that two processes have only if their identities are equal.
 
     Attributes:
         counts: Counts of the files. The caller counts what is loaded.
@@ -97,7 +98,9 @@ class BlockFiles:
         clock_s: Callable[[], float] = time.time,
         num_ranks: int = 1,
         monotonic_s: Callable[[], float] = time.monotonic,
+        label: str = "",
     ) -> None:
+        self._label = label
         self._folder = folder / identity
         self._max_folder_bytes = max_bytes
         self.counts = TierCounts(DISK, max_bytes // num_ranks)
@@ -114,7 +117,7 @@ class BlockFiles:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._folder.mkdir(mode=0o700, exist_ok=True)
-            self._lock_file = _lock(self._folder / _LOCK)
+            self._lock_file = _lock(self._folder / _LOCK, label)
             if self._lock_file is None:
                 raise ConfigError(
                     f"kv_cache_dir is {str(folder)!r}: another server uses the blocks of this model there; give "
@@ -256,7 +259,7 @@ class BlockFiles:
         """Lock the folder again, and say so in the log, if someone has removed the lock with the folder."""
         if self._lock_file is None or os.fstat(self._lock_file).st_nlink:
             return
-        new = _lock(self._folder / _LOCK)
+        new = _lock(self._folder / _LOCK, self._label)
         os.close(self._lock_file)
         self._lock_file = new
         other = "" if new is not None else ", which another server uses for the same model meanwhile"
@@ -336,11 +339,32 @@ def _read_all(file: int, content: NDArray[np.uint8]) -> bool:
     return True
 
 
-def _lock(path: Path) -> int | None:
-    """Lock a file for this process, until it is closed; None if another process has locked it."""
+def is_in_use(folder: Path, label: str) -> bool:
+    """Return whether a process has locked files with this label. Makes no file, and keeps no lock.
+
+    Args:
+        folder: The folder (kv_cache_dir), which need not exist.
+        label: The label, not empty. Only files with this label are locked for a moment.
+    """
+    for path in folder.glob(f"*/{_LOCK}"):
+        with contextlib.suppress(OSError), path.open(encoding="utf-8") as file:
+            if file.read() == label:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return True
+    return False
+
+
+def _lock(path: Path, label: str = "") -> int | None:
+    """Lock a file for this process, until it is closed, and write the label into it; None if another process has
+    locked it."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(OSError):  # the disk is full
+            os.ftruncate(file, 0)
+            os.pwrite(file, label.encode(), 0)
         os.utime(path)
     except BaseException as error:  # raised again, unless another process has the lock
         os.close(file)

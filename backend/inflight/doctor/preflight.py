@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
@@ -35,6 +36,7 @@ from inflight.engine.memory import available_cpu_memory
 from inflight.engine.sequence_length import longest_sequence
 from inflight.engine_folder import is_engine_folder
 from inflight.errors import ConfigError
+from inflight.file_names import native
 from inflight.gguf.folder import is_gguf
 from inflight.models.decoder_config import DecoderConfig
 from inflight.models.draft_folder import with_head_folder, with_wanted_head
@@ -51,6 +53,7 @@ _CHECKED = ("*.safetensors", "tokenizer.json", "config.json")
 _NO_TEXT = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _GIB = 2**30
+_ENDS_S = 1.0  # time in which a server that was killed ends
 _MAX_GROWTH = 2  # from a matrix in its file to the least memory that it takes: 16 bits to float32
 HOST_VARIABLES = ("SLURM_", "PBS_", "LSB_", "PE_HOSTFILE", "OMPI_MCA_", "PRTE_MCA_")
 """Beginnings of the names of variables by which mpirun may start ranks on other hosts."""
@@ -87,7 +90,7 @@ def problems(options: ServerOptions, root: Path = Path("/")) -> Iterator[str]:
         yield _of_settings(str(error), wanted.settings)
         return
     engine = None if parameters is None else parameters.engine
-    if parameters is not None and (reason := _saved_blocks(options, parameters.kv_cache_dir)):
+    if parameters is not None and (reason := _saved_blocks(options, parameters)):
         yield reason
     reason = (
         _family(options, engine)
@@ -272,15 +275,39 @@ def _check_configured(name: str, engine: EngineConfig) -> None:
         raise ConfigError(f"gpt_model_path of the model {name}: {error}") from None
 
 
-def _saved_blocks(options: ServerOptions, folder: str | None) -> str | None:
+def _saved_blocks(options: ServerOptions, parameters: Parameters) -> str | None:
     """Return why KV blocks cannot be saved in the folder, or why its size has no effect."""
+    folder = parameters.kv_cache_dir
     if folder is None:
         given = options.wanted.kv_cache_disk_bytes is not None
         return "--kv-cache-disk limits the files in --kv-cache-dir, which is missing" if given else None
     if options.write_repository is not None:
         return None  # the folder may be one of another machine
-    reason = why_not_writable(Path(folder))
+    reason = why_not_writable(Path(folder)) or _why_in_use(Path(folder), parameters)
     return f"--kv-cache-dir {folder}: {reason}" if reason else None
+
+
+def _why_in_use(folder: Path, parameters: Parameters) -> str | None:
+    """Return that another server with the same model and settings saves its KV blocks in the folder.
+
+    Waits for a moment, because a server that was killed may just be ending.
+    """
+    model = parameters.engine.gpt_model_path or parameters.engine.engine_dir
+    if model is None or not any(folder.glob("*/lock")):
+        return None
+    # Imported here, as numpy would stay in the launcher's memory.
+    from inflight.block_store.files import is_in_use
+    from inflight.engine_parts import label_of_blocks
+
+    with contextlib.suppress(OSError):  # loading the model reports it
+        label, deadline = label_of_blocks(parameters, native(model)), time.monotonic() + _ENDS_S
+        while is_in_use(folder, label):
+            if time.monotonic() >= deadline:
+                return (
+                    "another server uses the blocks of this model there; give each server a folder of its own"
+                )
+            time.sleep(_ENDS_S / 10)
+    return None
 
 
 def _family(options: ServerOptions, engine: EngineConfig | None) -> str | None:
