@@ -30,7 +30,7 @@ from tests.models.draft_heads import make_drafting_model
 from tests.models.eagle_heads import make_random_head
 from tests.models.gemma4_heads import make_head, make_target
 from tests.models.zoo import make_model
-from tests.openai_endpoint.small_models import make_classifier
+from tests.openai_endpoint.small_models import make_classifier, make_qwen3
 
 DEMO_MODEL = default_repository() / "tensorrt_llm" / "1" / "demo_model"
 Limit = Callable[[float], None]
@@ -471,6 +471,21 @@ def test_the_launcher_imports_no_torch() -> None:
         "import sys, inflight.serve_command, inflight.doctor.preflight; sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_decoder_without_the_tokens_of_scores(tmp_path: Path) -> None:
+    def told_of(model: Path | None, **settings: str) -> list[str]:
+        wanted = Wanted(model, settings=settings)
+        return [*preflight.problems(ServerOptions(wanted=wanted, openai=OpenAiOptions(convert="classify")))]
+
+    told = "--convert classify: this model's tokenizer has no token 'yes', of which scores are made"
+    assert told_of(DEMO_MODEL) == told_of(None) == [told]
+    reranker = make_qwen3(tmp_path / "reranker")
+    assert told_of(reranker) == []
+    assert told_of(reranker, tokenizer_dir=str(DEMO_MODEL)) == [told]
+    (reranker / "tokenizer.json").unlink()
+    (found,) = told_of(reranker)
+    assert found.startswith("--convert classify: ") and "tokenizer.json" in found
 
 
 def test_a_folder_for_kv_blocks_that_cannot_be_used(tmp_path: Path) -> None:

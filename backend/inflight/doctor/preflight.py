@@ -100,7 +100,7 @@ def problems(options: ServerOptions, root: Path = Path("/")) -> Iterator[str]:
         or _memory(options, parameters, root)
         or _weights(options, engine)
         or _tokenizer(options)
-        or _head(options)
+        or _head(options, engine)
         or _draft_folder(engine)
         or _ranks(parameters)
     )
@@ -442,19 +442,26 @@ def _tokenizer(options: ServerOptions) -> str | None:
     return None
 
 
-def _head(options: ServerOptions) -> str | None:
-    """Return why a checkpoint for sequence classification cannot classify."""
-    folder = options.wanted.model
-    if folder is None or not (folder / "config.json").is_file():
+def _head(options: ServerOptions, engine: EngineConfig | None) -> str | None:
+    """Return why a checkpoint for sequence classification cannot classify, or why a decoder makes no scores."""
+    model = options.wanted.model or (None if engine is None else engine.gpt_model_path)
+    if model is None or not ((folder := Path(model)) / "config.json").is_file():
         return None
+    task = None
     try:
-        if find_task(folder, options.openai.convert) is Task.CLASSIFY:
-            # Imported here, as numpy would stay in the launcher's memory.
+        task = find_task(folder, options.openai.convert)
+        # Imported here, as numpy and the library for tokenizers would stay in the launcher's memory.
+        if task is Task.CLASSIFY:
             from inflight.classification import read_classification_head
 
             read_classification_head(folder)
+        elif task is Task.RERANK:
+            from inflight.text.score_tokens import find_score_tokens
+            from inflight.text.tokenizer import Tokenizer
+
+            find_score_tokens(Tokenizer.from_dir(options.wanted.settings.get("tokenizer_dir") or folder))
     except ConfigError as error:
-        return str(error)
+        return f"--convert {options.openai.convert}: {error}" if task is Task.RERANK else str(error)
     return None
 
 

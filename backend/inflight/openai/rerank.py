@@ -19,6 +19,7 @@ from starlette.responses import Response
 
 from inflight.core.request.request import OutputOptions
 from inflight.core.request.response import SequenceResult
+from inflight.errors import ConfigError
 from inflight.openai.bodies import body_as
 from inflight.openai.context import chosen_context, context_of
 from inflight.openai.errors import ApiError, invalid, unsupported
@@ -37,7 +38,7 @@ from inflight.openai.protocol import PoolingBody, RerankBody, ScoreBody
 from inflight.openai.serving_model import ServingModel
 from inflight.openai.streaming import JsonAnswer
 from inflight.pooling import Task
-from inflight.text.tokenizer import Tokenizer
+from inflight.text.score_tokens import find_score_tokens
 
 router = APIRouter()
 _OUTPUT = OutputOptions(return_generation_logits=True)
@@ -154,7 +155,10 @@ def _prepare_judged(
 ) -> tuple[PreparedPrompts, Callable[[SequenceResult], float]]:
     """Prepare pairs for the score of the tokens "yes" and "no"."""
     tokenizer = model.tokenizer()
-    yes, no = (_token_id(tokenizer, word) for word in ("yes", "no"))
+    try:
+        yes, no = find_score_tokens(tokenizer)
+    except ConfigError as error:  # /v1 was started without the checks of `inflight serve`
+        raise ApiError(str(error), 400, "model") from None
     before, after = tokenizer.encode_batch([_BEFORE, _AFTER], add_special_tokens=False)
     most = truncation(pairs.body, model.describe().limits)
     room = None if most is None else most - len(before) - len(after)
@@ -172,15 +176,6 @@ def _prepare_judged(
     ids = [[*before, *each[:room], *after] for each in encode(model, texts, True, pairs.field, most)]
     prepared = prepare(model, pairs.body, pairs.field, ids, _OUTPUT, adapter)
     return prepared, partial(_probability, yes, no)
-
-
-def _token_id(tokenizer: Tokenizer, word: str) -> int:
-    ids = tokenizer.encode(word, add_special_tokens=False)
-    if len(ids) != 1:
-        raise ApiError(
-            f"this model's tokenizer has no token {word!r}, of which scores are made", 400, "model"
-        )
-    return ids[0]
 
 
 def _probability(yes: int, no: int, result: SequenceResult) -> float:
