@@ -22,6 +22,8 @@ from inflight.block_store import BlockFiles
 from inflight.doctor import disks, preflight
 from inflight.doctor.finding import red
 from inflight.engine_parts import label_of_blocks
+from inflight.gguf import folder as gguf_folder
+from inflight.gguf.folder import checkpoint_of
 from inflight.openai.options import OpenAiOptions
 from inflight.server.errors import OptionError
 from inflight.server.launch import ServerOptions
@@ -29,6 +31,7 @@ from inflight.server.repository import Wanted, default_repository
 from tests.models.draft_heads import make_drafting_model
 from tests.models.eagle_heads import make_random_head
 from tests.models.gemma4_heads import make_head, make_target
+from tests.models.gguf_files import write as write_gguf
 from tests.models.zoo import make_model
 from tests.openai_endpoint.small_models import make_classifier, make_qwen3
 
@@ -319,6 +322,19 @@ def test_weights_of_a_given_dtype(
     assert not list(preflight.problems(ServerOptions(wanted=Wanted(DEMO_MODEL, dtype=dtype))))
     little_memory(exceeds)
     assert advised in problem(DEMO_MODEL, dtype=dtype)
+
+
+def test_weights_in_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "has_gpu", lambda root: False)
+    monkeypatch.setattr(gguf_folder, "cache_folder", lambda: tmp_path)
+    file = write_gguf(tmp_path / "m.gguf", "llama-wide", "Q4_0").folder
+    folder, size = checkpoint_of(file), file.stat().st_size
+    for dtype, growth in ((None, 0.8), ("float32", 6)):
+        monkeypatch.setattr(preflight, "available_cpu_memory", lambda free=int(growth * size): free)
+        assert "GiB of weights" in problem(folder, dtype=dtype), growth
+        assert not list(preflight.problems(ServerOptions(wanted=Wanted(folder, dtype=dtype, weights="mmap"))))
+        monkeypatch.setattr(preflight, "available_cpu_memory", lambda free=int(1.5 * growth * size): free)
+        assert not list(preflight.problems(ServerOptions(wanted=Wanted(folder, dtype=dtype)))), growth
 
 
 def test_weights_of_several_ranks_count_together(

@@ -8,12 +8,17 @@ import pytest
 import torch
 
 from inflight.config import EngineConfig
-from inflight.doctor.weight_bytes import of_own_layers
+from inflight.doctor.weight_bytes import of_gguf, of_own_layers
 from inflight.engine.load_decoder import weight_bytes
+from inflight.gguf import folder as gguf_folder
+from inflight.gguf.folder import checkpoint_of, gguf_files
 from inflight.models import read_model_description
 from inflight.models.sharding import Part
 from tests.models import quantized
+from tests.models.gguf_converter import CONVERTED, convert
+from tests.models.gguf_files import write
 from tests.models.zoo import Zoo
+from tests.tiers import with_all
 
 CASES = (
     *(
@@ -34,16 +39,24 @@ FORMATS = ("fp8-block", "ct-int8", "ct-int4-zeros", "ct-nvfp4", "awq", "gptq")
 DTYPES = (None, "float32", "bfloat16", "int8", "fp8")
 
 
-def shares(folder: Path) -> dict[str | None, float]:
+def shares(folder: Path, is_gguf: bool = False) -> dict[str | None, float]:
     """Return the least size as a share of the size that a load computes, by dtype."""
     model = read_model_description(folder)
-    files, part = sorted(folder.glob("*.safetensors")), Part.whole(model.decoder)
+    part = Part.whole(model.decoder)
     found: dict[str | None, float] = {}
     for dtype in DTYPES:
         config = EngineConfig(gpt_model_path=str(folder), dtype=dtype)
         exact = weight_bytes(config, model, torch.device("cpu"), part)
-        found[dtype] = of_own_layers(model, files, dtype).least / exact
+        if is_gguf:
+            least = of_gguf(model, gguf_files(folder), dtype).least
+        else:
+            least = of_own_layers(model, sorted(folder.glob("*.safetensors")), dtype).least
+        found[dtype] = least / exact
     return found
+
+
+def shares_of_gguf(file: Path) -> dict[str | None, float]:
+    return shares(checkpoint_of(file), is_gguf=True)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -57,3 +70,22 @@ def test_no_quantized_model_takes_less(zoo: Zoo, tmp_path: Path, name: str) -> N
     found = shares(model.folder)
     assert all(0 < share <= 1 for share in found.values())
     assert found[None] > 0.45
+
+
+@pytest.mark.parametrize("case", ["llama", "llama-tied", "gemma3"])
+@pytest.mark.parametrize("kinds", [["F32"], ["F16"], ["Q4_0"], ["Q8_0"], ["Q4_1", "Q5_0"]], ids="-".join)
+def test_no_model_in_a_gguf_file_takes_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, kinds: list[str]
+) -> None:
+    monkeypatch.setattr(gguf_folder, "cache_folder", lambda: tmp_path)
+    found = shares_of_gguf(write(tmp_path / "m.gguf", case, *kinds).folder)
+    assert all(0.5 < share <= 1 for share in found.values())
+
+
+@pytest.mark.parametrize("case", with_all(list(CONVERTED), ["deepseek-v2", "gemma3n", "gpt-oss"]))
+def test_no_architecture_of_a_gguf_file_takes_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    monkeypatch.setattr(gguf_folder, "cache_folder", lambda: tmp_path)
+    found = shares_of_gguf(convert(tmp_path / "m.gguf", case).folder)
+    assert all(0.5 < share <= 1 for share in found.values())

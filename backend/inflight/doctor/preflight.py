@@ -30,14 +30,14 @@ from inflight.doctor.family import refused_by_family, runs_by_transformers
 from inflight.doctor.finding import CONVERT, Level
 from inflight.doctor.machine import check_shared_memory, has_gpu
 from inflight.doctor.named_paths import unusable_adapter, unusable_paths
-from inflight.doctor.weight_bytes import WeightBytes, of_own_layers, of_transformers
+from inflight.doctor.weight_bytes import WeightBytes, of_gguf, of_own_layers, of_transformers
 from inflight.doctor.weight_files import lfs_pointer, unreadable_weights
 from inflight.engine.memory import available_cpu_memory
 from inflight.engine.sequence_length import longest_sequence
 from inflight.engine_folder import is_engine_folder
 from inflight.errors import ConfigError
 from inflight.file_names import native
-from inflight.gguf.folder import is_gguf
+from inflight.gguf.folder import gguf_files, is_gguf
 from inflight.models.decoder_config import DecoderConfig
 from inflight.models.draft_folder import with_head_folder, with_wanted_head
 from inflight.models.registry import ModelDescription, bare_decoder, check_draft_head, describe
@@ -55,6 +55,7 @@ _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _GIB = 2**30
 _ENDS_S = 1.0  # time in which a server that was killed ends
 _MAX_GROWTH = 2  # from a matrix in its file to the least memory that it takes: 16 bits to float32
+_MAX_GROWTH_OF_GGUF = 8  # 4 bits to float32
 HOST_VARIABLES = ("SLURM_", "PBS_", "LSB_", "PE_HOSTFILE", "OMPI_MCA_", "PRTE_MCA_")
 """Beginnings of the names of variables by which mpirun may start ranks on other hosts."""
 
@@ -385,7 +386,7 @@ def _memory(options: ServerOptions, parameters: Parameters | None, root: Path) -
         return None
     engine, config, free = parameters.engine, read_config_file(folder), available_cpu_memory()
     by_transformers = runs_by_transformers(config, engine.implementation)
-    if (engine.weights == MMAP and not by_transformers) or _stored_bytes(folder) * _MAX_GROWTH <= free:
+    if (engine.weights == MMAP and not by_transformers) or _stored_bytes(folder) * _growth(folder) <= free:
         return None
     weights = _weight_bytes(config, engine)
     if weights is None or weights.least <= free:
@@ -403,6 +404,10 @@ def _memory(options: ServerOptions, parameters: Parameters | None, root: Path) -
     )
 
 
+def _growth(folder: Path) -> int:
+    return _MAX_GROWTH_OF_GGUF if is_gguf(folder) else _MAX_GROWTH
+
+
 def _may_be_compiled(engine: EngineConfig, dtype: str | None) -> bool:
     """Whether compiled layers may run the model, which has weights of this dtype if none is configured."""
     return engine.kernels != "torch" and (engine.dtype or dtype) not in ("float16", "fp8")
@@ -416,10 +421,13 @@ def _may_use_other_hosts(parameters: Parameters) -> bool:
 
 
 def _weight_bytes(config: ConfigFile, engine: EngineConfig) -> WeightBytes | None:
-    """Return the sizes of the weights that the engine would load; None if they are in a GGUF file, or unknown."""
+    """Return the sizes of the weights that the engine would load; None if they are unknown."""
     folder = config.path.parent
     if is_gguf(folder):
-        return None
+        try:
+            return of_gguf(describe(config), gguf_files(folder), engine.dtype)
+        except ConfigError:
+            return None  # loading the model reports it
     files = sorted(folder / name for name in _weight_files(folder))
     if runs_by_transformers(config, engine.implementation):
         dtype = engine.dtype or config.text_or_none("dtype") or config.text_or_none("torch_dtype")
@@ -571,4 +579,6 @@ def _weight_files(folder: Path) -> set[str]:
 
 def _stored_bytes(folder: Path) -> int:
     """Return the size of the weights' files."""
+    if is_gguf(folder):
+        return sum(file.stat().st_size for file in gguf_files(folder) if file.is_file())
     return sum((folder / name).stat().st_size for name in _weight_files(folder) if (folder / name).is_file())

@@ -9,10 +9,13 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from inflight.gguf.header import LEVEL_TYPES, GgufTensor, read_tensors
+from inflight.gguf.tensor_names import is_of_keys_and_values, layer_of
+from inflight.models.decoder_config import DecoderConfig
 from inflight.models.families import bases_in_multimodal
 from inflight.models.registry import ModelDescription
 from inflight.safetensors_header import StoredTensor, stored_tensors
@@ -20,6 +23,8 @@ from inflight.safetensors_header import StoredTensor, stored_tensors
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 _FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _NO_LEVELS = ("scale", "zero", "g_idx")  # in names of a quantized matrix's other tensors
+_GGUF_EMBEDDING, _GGUF_HEAD = "token_embd.weight", "output.weight"
+_GGUF_HALF = re.compile(r"\.attn_[kv]_b\.")
 _ADVICE_MARGIN = 1.1  # for scales, vectors, and tensors that are not counted
 
 
@@ -93,6 +98,62 @@ def of_own_layers(model: ModelDescription, files: Iterable[Path], dtype: str | N
         default="bfloat16",
     )
     return WeightBytes(dtype or kept, *(sum(map(_values, each)) for each in parts))
+
+
+def of_gguf(model: ModelDescription, files: Sequence[Path], dtype: str | None) -> WeightBytes:
+    """Return the sizes for layers of this server, of a model in GGUF files.
+
+    Args:
+        model: The model.
+        files: The files.
+        dtype: The parameter dtype.
+
+    Raises:
+        ConfigError: A file cannot be read.
+    """
+    stored, decoder = read_tensors(files).tensors, model.decoder
+    matrices = [each for name, each in stored.items() if _is_layer_matrix(name, each, stored, decoder)]
+    embedding = stored[_GGUF_EMBEDDING]
+    head = None if decoder.tied_embeddings else stored.get(_GGUF_HEAD)
+    parts = (matrices, [embedding], [] if head is None else [head])
+    own_dtype = decoder.dtype or "bfloat16"
+    if dtype is not None or own_dtype == "float32" or model.quantization is None:
+        return WeightBytes(
+            dtype or own_dtype, *(sum(math.prod(each.shape) for each in part) for part in parts)
+        )
+    # A tied embedding, and an output projection, may be kept quantized or be rounded to 8 bits.
+    return WeightBytes(
+        None,
+        sum(_level_bytes(each, 2) for each in matrices),
+        _level_bytes(embedding, 1) if decoder.tied_embeddings else 2 * math.prod(embedding.shape),
+        0 if head is None else _level_bytes(head, 1),
+    )
+
+
+def _is_layer_matrix(
+    name: str, tensor: GgufTensor, stored: Mapping[str, GgufTensor], decoder: DecoderConfig
+) -> bool:
+    """Return whether a tensor of a GGUF file is a matrix of a layer, and every load reads it."""
+    layer = layer_of(name)
+    if layer is None or layer >= decoder.num_layers or len(tensor.shape) < 2:
+        return False
+    if is_of_keys_and_values(name):
+        return decoder.has_own_kv(layer)
+    # A file may have the same matrix whole and in two parts.
+    return not (_GGUF_HALF.search(name) and f"blk.{layer}.attn_kv_b.weight" in stored)
+
+
+def _level_bytes(tensor: GgufTensor, otherwise: int) -> int:
+    """Return the least bytes of a matrix that may be kept quantized.
+
+    Args:
+        tensor: The matrix.
+        otherwise: Bytes of each value if it is not kept quantized.
+    """
+    num_values = math.prod(tensor.shape)
+    if tensor.type in LEVEL_TYPES:
+        return min(num_values, tensor.num_bytes)
+    return otherwise * num_values
 
 
 def of_transformers(files: Iterable[Path], dtype: str | None) -> WeightBytes:

@@ -28,11 +28,24 @@ _SPLIT: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "shared_mlp.output_linear": (("ffn_down_shexp",), ("ffn_down",)),
 }
 """Modules of a layer that the converter splits or names in several ways; rows of parts are put together."""
+_BLOCK = re.compile(r"blk\.(\d+)\.")
+_KEYS_AND_VALUES = re.compile(r"blk\.\d+\.(attn_k|attn_k_norm|attn_v)\.")
 _OF_LAYER = re.compile(r"\.layers\.(\d+)\.(.+)\.weight$")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _STREAM = re.compile(r"^model\.(altup_projections|altup_unembed_projections)\.(\d+)\.weight$")
 _STREAMS = {"altup_projections": "altup_proj.weight", "altup_unembed_projections": "altup_unembd_proj.weight"}
 """Gemma 3n's projections for all residual streams but the first, which are in one tensor."""
+
+
+def layer_of(stored: str) -> int | None:
+    """Return the number of the layer that a tensor of the file belongs to; None if it belongs to none."""
+    block = _BLOCK.match(stored)
+    return None if block is None else int(block[1])
+
+
+def is_of_keys_and_values(stored: str) -> bool:
+    """Return whether a tensor of the file computes a layer's keys or values."""
+    return _KEYS_AND_VALUES.match(stored) is not None
 
 
 @dataclass(frozen=True, slots=True)

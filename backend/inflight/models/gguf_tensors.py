@@ -27,7 +27,13 @@ from inflight.gguf.families import XIELU
 from inflight.gguf.folder import GGUF_FILE, gguf_files
 from inflight.gguf.header import LEVEL_TYPES, GgufHeader, GgufTensor, read_header, read_tensors
 from inflight.gguf.keys import ArchitectureKeys
-from inflight.gguf.tensor_names import READ_ELSEWHERE, StoredPart, TensorNames
+from inflight.gguf.tensor_names import (
+    READ_ELSEWHERE,
+    StoredPart,
+    TensorNames,
+    is_of_keys_and_values,
+    layer_of,
+)
 from inflight.models.checkpoint import Checkpoint, LevelsOfFile, TensorInfo
 from inflight.models.decoder_config import DecoderConfig
 from inflight.models.find_sources import find_sources
@@ -38,7 +44,7 @@ from inflight.models.weight_sources import stored_shapes
 
 _logger = logging.getLogger(__name__)
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_BLOCK = re.compile(r"blk\.(\d+)\.")
+_BLOCK = re.compile(r"blk\.\d+\.")
 
 
 def add_gguf_tensors(checkpoint: Checkpoint, model: ModelDescription) -> None:
@@ -80,12 +86,10 @@ def _add_xielu(checkpoint: Checkpoint, model: ModelDescription) -> None:
 def _is_left_out(stored: str, decoder: DecoderConfig) -> bool:
     """Return whether a tensor is of a draft layer, which follows the model's last one, or of keys and values of a
     layer that reads another layer's."""
-    block = _BLOCK.match(stored)
-    if block is None:
+    layer = layer_of(stored)
+    if layer is None:
         return False
-    layer = int(block[1])
-    of_keys_and_values = stored[block.end() :].startswith(("attn_k.", "attn_k_norm.", "attn_v."))
-    return layer >= decoder.num_layers or (of_keys_and_values and not decoder.has_own_kv(layer))
+    return layer >= decoder.num_layers or (is_of_keys_and_values(stored) and not decoder.has_own_kv(layer))
 
 
 def log_unpacked(checkpoint: Checkpoint) -> None:
