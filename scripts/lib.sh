@@ -13,6 +13,9 @@ MADE_HERE=.made-by-inflight
 # The interpreters for which the embedded server has a Python backend and torch has wheels.
 IN_RANGE='import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))'
 
+# Otherwise a shell that waits for a program goes on after SIGINT, unless SIGINT has ended the program.
+trap 'exit 130' INT
+
 say() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; }
 die() { say "$@"; exit 1; }
 

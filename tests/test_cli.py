@@ -37,6 +37,24 @@ def test_help_lists_every_command_and_imports_no_dependency(tmp_path: Path) -> N
     assert all(f"\n  {name} " in done.stdout for name in cli.COMMANDS)
 
 
+@pytest.mark.parametrize("module", ["inflight.__main__", "inflight.serve_command"])
+def test_an_interrupt_during_the_first_import_prints_nothing(module: str) -> None:
+    program = f"""
+import runpy, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("inflight.") and name != {module!r}:
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupt())
+sys.argv = ["inflight", "serve", "--no-triton"]
+runpy.run_module({module!r}, run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_benchmarks_are_listed_anywhere(tmp_path: Path) -> None:
     """As installed from a wheel, where only the package is on Python's path."""
     command = [sys.executable, "-S", "-m", "inflight", "bench", "--help"]

@@ -1,7 +1,23 @@
-"""`python -m inflight`."""
+"""The console command `inflight`, or `python -m inflight`.
+
+Nothing of the package is imported at the top, because an interrupt (Ctrl-C) is to end the program without a
+traceback from the beginning.
+"""
 
 import sys
 
-from inflight.cli import main
+_INTERRUPTED = 130
 
-sys.exit(main())
+
+def main() -> int:
+    """Run the command line; return the exit status."""
+    try:
+        from inflight import cli
+
+        return cli.main()
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

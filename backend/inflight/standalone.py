@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, TextIO
 from inflight.access_log import write_access_lines
 from inflight.endpoint.path import endpoint_path
 from inflight.errors import ConfigError, InflightError
+from inflight.interrupts import INTERRUPTED, note_interrupts
 from inflight.log_lines import LineFormatter, open_log
 from inflight.processes import exempt_from_collection
 from inflight.server import runtime_directory
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 _ENGINE = "tensorrt_llm"
 _CHECK_S = 0.1
-_INTERRUPTED = 130
 
 
 def serve(options: ServerOptions) -> int:
@@ -57,7 +56,7 @@ def _serve_at(ports: Ports, options: ServerOptions) -> int:
     try:
         return _serve(options, folder, ports, log)
     except KeyboardInterrupt:  # while the model is loaded
-        return _INTERRUPTED
+        return INTERRUPTED
     finally:
         runtime_directory.end_processes(folder)
         runtime_directory.remove(folder)
@@ -99,12 +98,12 @@ def _serve(options: ServerOptions, folder: Path, ports: Ports, log: TextIO) -> i
     for process in (openai, pictures):
         if process:
             process.start()
-    interrupts = _note_interrupts()
+    interrupts = note_interrupts()
     try:
         running = _start_engine(parameters, repository, socket, partial(_end, log))
         try:
             if interrupts:
-                return _INTERRUPTED
+                return INTERRUPTED
             with Signals() as signals:
                 ready = f"READY openai={openai.url} model={repository.checkpoint}"
                 return _run(options, openai, pictures, signals, ready, running.prepare_guides)
@@ -114,21 +113,6 @@ def _serve(options: ServerOptions, folder: Path, ports: Ports, log: TextIO) -> i
         for process in (openai, pictures):
             if process:
                 process.kill()
-
-
-def _note_interrupts() -> list[int]:
-    """Return a list to which every SIGINT is added from now on, beside raising KeyboardInterrupt.
-
-    The exception alone can be lost: Python ignores what is raised in a callback of its garbage collector.
-    """
-    received: list[int] = []
-
-    def note(number: int, _: object) -> None:
-        received.append(number)
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, note)
-    return received
 
 
 def _read_parameters(repository: RuntimeRepository) -> Parameters:

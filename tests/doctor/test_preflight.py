@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,9 +27,10 @@ from inflight.engine_parts import label_of_blocks
 from inflight.gguf import folder as gguf_folder
 from inflight.gguf.folder import checkpoint_of
 from inflight.openai.options import OpenAiOptions
+from inflight.server import launch
 from inflight.server.errors import OptionError
 from inflight.server.launch import ServerOptions
-from inflight.server.repository import Wanted, default_repository
+from inflight.server.repository import RuntimeRepository, Wanted, default_repository
 from tests.models.draft_heads import make_drafting_model
 from tests.models.eagle_heads import make_random_head
 from tests.models.gemma4_heads import make_head, make_target
@@ -502,6 +505,22 @@ def test_a_decoder_without_the_tokens_of_scores(tmp_path: Path) -> None:
     (reranker / "tokenizer.json").unlink()
     (found,) = told_of(reranker)
     assert found.startswith("--convert classify: ") and "tokenizer.json" in found
+
+
+def test_an_interrupt_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    laid_out: list[Path] = []
+
+    def lay_out(options: ServerOptions, target: Path) -> RuntimeRepository:
+        laid_out.append(target)
+        signal.raise_signal(signal.SIGINT)
+        return launch.lay_out(options, target)
+
+    monkeypatch.setattr(preflight, "lay_out", lay_out)
+    with pytest.raises(KeyboardInterrupt):
+        list(preflight.problems(ServerOptions(wanted=Wanted(DEMO_MODEL))))
+    assert len(laid_out) == 1 and laid_out[0].is_relative_to(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_for_kv_blocks_that_cannot_be_used(tmp_path: Path) -> None:

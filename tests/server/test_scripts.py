@@ -99,6 +99,12 @@ def test_nothing_is_installed_if_everything_for_tests_is_there(checkout: Path, s
     assert done.stdout == f".venv -m inflight.{script}_command some_argument\n"
 
 
+def test_a_script_ends_at_an_interrupt_that_its_program_survives(checkout: Path):
+    script = '. "$0/scripts/lib.sh"; sh -c "kill -INT $$"; echo "it went on"'
+    done = subprocess.run(["bash", "-c", script, str(checkout)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_equal_programs_are_stored_once(checkout: Path):
     make_environment(checkout, ".venv")
     folder = checkout / ".venv" / "bin"

@@ -38,6 +38,7 @@ from inflight.engine_folder import is_engine_folder
 from inflight.errors import ConfigError
 from inflight.file_names import native
 from inflight.gguf.folder import gguf_files, is_gguf
+from inflight.interrupts import deferred
 from inflight.models.decoder_config import DecoderConfig
 from inflight.models.draft_folder import with_head_folder, with_wanted_head
 from inflight.models.registry import ModelDescription, bare_decoder, check_draft_head, describe
@@ -248,7 +249,7 @@ def _computes_no_text(architecture: str) -> bool:
 
 def _parameters(options: ServerOptions) -> Parameters | None:
     """Return the engine's parameters, None without an engine; raise ConfigError if they are not valid."""
-    with tempfile.TemporaryDirectory(prefix="inflight-preflight-") as target:
+    with deferred(), tempfile.TemporaryDirectory(prefix="inflight-preflight-") as target:
         repository = lay_out(options, Path(target, "models"))
         if _ENGINE not in repository.models:
             return None
