@@ -24,8 +24,8 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     programs = _programs()
     if not arguments or arguments[0] in ("-h", "--help"):
-        (sys.stdout if arguments else sys.stderr).write(_usage(programs))
-        return 0 if arguments else 2
+        sys.stdout.write(_usage(programs))
+        return 0
     if arguments[0] == "--version":
         sys.stdout.write(f"inflight {package_version()}\n")
         return 0
@@ -65,9 +65,9 @@ def _folders() -> list[Path]:
 
 def _usage(programs: dict[str, str]) -> str:
     lines = [f"  {name:16} {purpose}" for name, purpose in programs.items()]
-    return "\n".join(
-        [f"usage: {program_name('scripts/bench')} NAME [options]; NAME --help lists them", "", *lines, ""]
-    )
+    program = program_name("scripts/bench")
+    usage = f"usage: {program} NAME [options]"
+    return "\n".join([usage, "", *lines, "", f"{program} NAME --help lists a benchmark's options.", ""])
 
 
 if __name__ == "__main__":

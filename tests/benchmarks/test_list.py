@@ -29,9 +29,11 @@ def _bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.smoke
-def test_help_lists_the_benchmarks_with_their_purposes():
-    done = _bench("--help")
-    assert done.returncode == 0
+@pytest.mark.parametrize("arguments", [(), ("--help",)])
+def test_the_benchmarks_are_listed_with_their_purposes(arguments):
+    done = _bench(*arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("\n\nscripts/bench NAME --help lists a benchmark's options.\n")
     for name in ("offline", "serve", "compare", "accuracy", "ranks"):
         purpose = ast.get_docstring(ast.parse((_PROGRAMS / f"{name}.py").read_text())).splitlines()[0]
         assert any(line.split(maxsplit=1) == [name, purpose] for line in done.stdout.splitlines())
@@ -103,10 +105,9 @@ def test_a_wrong_value_is_answered_with_what_was_expected(name, given, said, mon
     assert f"argument {said}" in said_by(name, given, monkeypatch, capsys)
 
 
-@pytest.mark.parametrize("arguments", [(), ("offlin",), ("ranks_program",), ("../bench/offline",)])
+@pytest.mark.parametrize("arguments", [("offlin",), ("ranks_program",), ("../bench/offline",)])
 def test_an_unknown_benchmark_is_answered_with_the_list(arguments):
     done = _bench(*arguments)
     assert done.returncode == 2 and not done.stdout
     assert "  offline " in done.stderr and "No module" not in done.stderr
-    if arguments:
-        assert f"there is no benchmark {arguments[0]}" in done.stderr
+    assert f"there is no benchmark {arguments[0]}" in done.stderr
