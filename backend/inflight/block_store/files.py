@@ -78,7 +78,7 @@ class BlockFiles:
         monotonic_s: Seconds of a clock that cannot be set; injected by tests.
         num_ranks: Number of ranks, each of which has files of its own, and an equal part of `max_bytes`. With
             several, the caller calls `make_room`.
-        label: What `is_in_use` looks for: a text that two processes have only if their identities are equal.
+        label: Text for `is_in_use`; two processes have the same only if their identities are equal.
 
     Attributes:
         counts: Counts of the files. The caller counts what is loaded.
