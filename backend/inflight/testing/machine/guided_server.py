@@ -44,9 +44,9 @@ from .guides import (
     kind_of,
 )
 from .invariants import is_resting
-from .run import ALL_FAULTS
+from .run import ALL_FAULTS, RunReport
 from .threads import SimulatedModule
-from .whole_server import RunReport, WholeServer
+from .whole_server import WholeServer
 
 _TIMEOUT_MS = 5000
 _LONGEST_CALL_NS = 2 * 10**9  # of the loop, with pauses of its thread
@@ -202,13 +202,13 @@ class ServerWithGuides(WholeServer):
     def check_call(self, begun_ns: int) -> None:
         """Check that a call by the engine's loop was short."""
         now_ns = self.machine.now_ns
-        is_excused = now_ns - begun_ns < _LONGEST_CALL_NS or self._was_disturbed(begun_ns, now_ns)
+        is_excused = now_ns - begun_ns < _LONGEST_CALL_NS or self.was_disturbed(begun_ns, now_ns)
         self._require(is_excused, "the loop waits for the compiler of guides")
 
     def check_compilation(self, begun_ns: int, longest_s: float) -> None:
         """Check that compiling a guide took no longer than is allowed."""
         now_ns = self.machine.now_ns
-        is_excused = now_ns - begun_ns < longest_s * 1e9 or self._was_disturbed(begun_ns, now_ns)
+        is_excused = now_ns - begun_ns < longest_s * 1e9 or self.was_disturbed(begun_ns, now_ns)
         self._require(is_excused, f"a guide was compiled for {(now_ns - begun_ns) / 1e9:.1f} s")
 
     def check_wait(self, wait: tuple[int, int, Guide]) -> None:
@@ -219,7 +219,7 @@ class ServerWithGuides(WholeServer):
             now_ns - begun_ns < longest_ns
             or kind_of(guide) == SLOW
             or guide in self.interrupted
-            or self._was_disturbed(begun_ns, now_ns)
+            or self.was_disturbed(begun_ns, now_ns)
         )
         self._require(is_excused, f"a guide waited {(now_ns - begun_ns) / 1e9:.1f} s for others")
 
@@ -276,7 +276,7 @@ class ServerWithGuides(WholeServer):
         if isinstance(error, InvalidArgument) and "the compiling process ended" in said:
             is_expected = kind == CRASHING or self._was_killed(ticket)
         elif isinstance(error, InvalidArgument) and "takes longer to compile" in said:
-            is_expected = kind == SLOW or self._was_disturbed(ticket.submitted_ns, ticket.answered_ns)
+            is_expected = kind == SLOW or self.was_disturbed(ticket.submitted_ns, ticket.answered_ns)
         elif isinstance(error, InvalidArgument):
             is_expected = kind == INVALID and "one of the invalid ones" in said
         elif isinstance(error, StepFailed) and "the library failed" in said:
@@ -293,7 +293,7 @@ class ServerWithGuides(WholeServer):
         """Whether the compiling process may have died for a reason of its own while a request was unanswered."""
         if any(ticket.submitted_ns <= each <= ticket.answered_ns for each in self._kills_ns):
             return True
-        return self.faults["memory refused"] > 0 and self._was_disturbed(
+        return self.faults["memory refused"] > 0 and self.was_disturbed(
             ticket.submitted_ns, ticket.answered_ns
         )
 

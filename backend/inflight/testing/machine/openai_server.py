@@ -18,8 +18,8 @@ import string
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
 from itertools import count
@@ -45,12 +45,13 @@ from inflight.testing.simulation.alone import sequence_alone
 
 from .answers import Ticket
 from .event_loop import MachineLoop
+from .front_ends import FrontEnds
 from .http_client import LEAVING, STALLING, Habit, HttpAsk, HttpClient
 from .recording_client import RecordingClient
-from .run import ALL_FAULTS
+from .run import PATH, RunReport
 from .scheduler import Process
 from .sockets import Socket
-from .whole_server import PATH, RunReport, WholeServer
+from .whole_server import WholeServer
 
 _MODEL = "model"
 _MAX_BODY_BYTES = 4000
@@ -100,18 +101,24 @@ class _HttpFrontEnd:
         return cast(Any, self.server.config.app).state
 
 
-class ServerForOpenAi(WholeServer):
-    """One run of a server with the front ends of /v1."""
+class OpenAiFrontEnds(FrontEnds):
+    """Front ends of /v1.
 
-    def __init__(self, seed: int, kept_faults: Collection[int] = ALL_FAULTS) -> None:
-        super().__init__(seed, kept_faults)
+    Attributes:
+        asks: The requests of clients by name.
+    """
+
+    name = "/v1"
+
+    def __init__(self, server: WholeServer) -> None:
+        super().__init__(server)
         self.asks: dict[str, HttpAsk] = {}
         self._names = count(1)
         self._of_process: dict[Process, _HttpFrontEnd] = {}
         self._lines: Counter[str] = Counter()
-        self._tokenizer_dir = _letters_folder()
 
-    def _run(self) -> RunReport:
+    @contextmanager
+    def replaced(self) -> Generator[None]:
         recorder = logging.Logger("access", logging.INFO)
         recorder.manager = logging.Manager(logging.RootLogger(logging.WARNING))
         recorder.addHandler(_Counting(self._lines))
@@ -125,39 +132,32 @@ class ServerForOpenAi(WholeServer):
                 )
                 stack.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore")  # of coroutines and transports of killed processes
-                report = super()._run()
-                for ask in self.asks.values():
-                    self._check_lines(ask)
-                    self._check_abandoned(ask)
-                for front_end in self._alive():  # a request is counted after its client has the whole answer
-                    self._check_counts(front_end)
-                return report
+                yield
         finally:
             gc.collect(1)  # what this run and the one before have made
             if was_enabled:
                 gc.enable()
 
-    def _has_adapters(self) -> bool:
-        return False
+    def check_end(self) -> None:
+        for ask in self.asks.values():
+            self._check_lines(ask)
+            self._check_abandoned(ask)
+        for front_end in self._alive():  # a request is counted after its client has the whole answer
+            self._check_counts(front_end)
 
-    def _parameters(self) -> Parameters:
-        return replace(super()._parameters(), tokenizer_dir=self._tokenizer_dir)
-
-    def _is_idle(self) -> bool:
-        return super()._is_idle() and not any(map(_holds_something, self._alive()))
+    def hold_something(self) -> bool:
+        return any(map(_holds_something, self._alive()))
 
     def _alive(self) -> list[_HttpFrontEnd]:
         return [each for each in self._of_process.values() if each.process.is_alive and each.server]
 
     # ---------------------------------------------------------------- front ends
 
-    def _start_front_end(self) -> None:
-        """Start a process of /v1 and up to four clients."""
-        process = self.machine.start_process("front end")
-        self._front_ends.append(process)
+    def start(self, process: Process) -> None:
+        """Be a process of /v1 with up to four clients."""
         front_end = _HttpFrontEnd(process, self.rng.choice([1, 5, 30]))
         self._of_process[process] = front_end
-        num_users = self._users_left[process] = self.rng.randint(1, 4)
+        num_users = self.draw_users(process)
         self.machine.spawn(process, lambda: self._be_front_end(front_end), "main")
         for _ in range(num_users):
             client = self.machine.start_process("client")
@@ -166,7 +166,7 @@ class ServerForOpenAi(WholeServer):
     def _be_front_end(self, front_end: _HttpFrontEnd) -> None:
         """Run the application of `/v1` in the front end's process until it is asked to end."""
         client = front_end.client = SocketEngineClient(PATH)
-        recording = RecordingClient(self.machine, client, self._note)
+        recording = RecordingClient(self.machine, client, self.note)
         options = OpenAiOptions(
             served_model_names=(_MODEL,),
             convert="none",
@@ -186,22 +186,15 @@ class ServerForOpenAi(WholeServer):
         client.close()
         front_end.ended_ns = self.machine.now_ns
 
-    def _note(self, ticket: Ticket) -> None:
-        self.tickets.append(ticket)
+    def note(self, ticket: Ticket) -> None:
+        super().note(ticket)
         assert ticket.request.origin is not None
         self.asks[ticket.request.origin.request_id].tickets.append(ticket)
 
-    def _kill_front_end(self) -> None:
-        """Kill a front end, or let it end in order."""
-        process = self.rng.choice(self._front_ends)
-        if not process.is_alive:
-            return
+    def end(self, process: Process) -> None:
         front_end = self._of_process[process]
         if front_end.server is not None and front_end.server.started and self.rng.random() < 0.6:
             self._drain(front_end, front_end.server)
-        self.machine.kill(process)
-        del self._users_left[process]
-        self._start_front_end()
 
     def _drain(self, front_end: _HttpFrontEnd, server: program._Server) -> None:
         front_end.drained_ns = self.machine.now_ns
@@ -236,8 +229,8 @@ class ServerForOpenAi(WholeServer):
             if self.rng.random() < 0.3:
                 client.close()
         client.close()
-        if front_end.process in self._users_left:
-            self._users_left[front_end.process] -= 1
+        if front_end.process in self.server.users_left:
+            self.server.users_left[front_end.process] -= 1
 
     def _make_ask(self, process: Process) -> HttpAsk:
         rng, name = self.rng, f"request {next(self._names)}"
@@ -258,7 +251,7 @@ class ServerForOpenAi(WholeServer):
         return ask
 
     def _make_fields(self) -> dict[str, Any]:
-        rng, limits = self.rng, self.limits.model_limits(self._config)
+        rng, limits = self.rng, self.server.model_limits
         room = min(limits.max_sequence_length, limits.num_blocks * limits.tokens_per_block) - 1
         half = max(
             1, min(rng.choice([8, 8, 30]), room // 2, limits.max_input_length, limits.max_context_tokens)
@@ -291,8 +284,7 @@ class ServerForOpenAi(WholeServer):
 
     # ---------------------------------------------------------------- promises
 
-    def _check_answers(self) -> None:
-        super()._check_answers()
+    def check_answers(self) -> None:
         for ask in self.asks.values():
             if ask.ended_ns:
                 self._check_ask(ask)
@@ -301,7 +293,7 @@ class ServerForOpenAi(WholeServer):
 
     def _is_excused(self, ask: HttpAsk) -> bool:
         """Whether a fault overlaps a request."""
-        return self._was_disturbed(ask.begun_ns, ask.ended_ns)
+        return self.server.was_disturbed(ask.begun_ns, ask.ended_ns)
 
     def _check_ask(self, ask: HttpAsk) -> None:
         if ask.left_ns:
@@ -331,7 +323,7 @@ class ServerForOpenAi(WholeServer):
             ask.habit is Habit.NONE
             and any(each.submitted_ns < front_end.drained_ns for each in ask.tickets)
             and 0 < front_end.ended_ns < in_time_ns
-            and not self._was_disturbed(ask.begun_ns, front_end.drained_ns - 1)
+            and not self.server.was_disturbed(ask.begun_ns, front_end.drained_ns - 1)
         )
 
     def _check_abandoned(self, ask: HttpAsk) -> None:
@@ -339,7 +331,9 @@ class ServerForOpenAi(WholeServer):
         for ticket in ask.tickets if ask.left_ns else ():
             ends_late = not ticket.answered_ns or ticket.answered_ns > ask.left_ns + _NOTICED_NS
             assert (
-                not ends_late or ticket.stops or self._was_disturbed(ask.begun_ns, ask.left_ns + _NOTICED_NS)
+                not ends_late
+                or ticket.stops
+                or self.server.was_disturbed(ask.begun_ns, ask.left_ns + _NOTICED_NS)
             ), "the requests of a client that has left go on"
 
     def _check_error_of(self, ask: HttpAsk, status: int, message: str) -> None:
@@ -428,7 +422,7 @@ class ServerForOpenAi(WholeServer):
         assert (
             request.max_new_tokens == fields["max_tokens"] and request.sampling.random_seed == fields["seed"]
         )
-        alone = sequence_alone(request, 0, self.limits.vocab_size, Conditions.of(request, b""))
+        alone = sequence_alone(request, 0, self.server.limits.vocab_size, Conditions.of(request, b""))
         text = "".join(_LETTERS[token] for token in alone.tokens)
         for stop in fields.get("stop", ()):
             if (at := text.find(stop)) >= 0:
@@ -457,7 +451,7 @@ class ServerForOpenAi(WholeServer):
         expected, found = len(accepted) + is_refused, self._lines[ask.name]
         ended_ns = max([ask.ended_ns, *(each.answered_ns for each in accepted)])
         is_fixed = ask.is_complete and ask.status != 408  # which may come before the whole request
-        if is_fixed and not self._was_disturbed(ask.begun_ns, ended_ns + _WRITTEN_NS):
+        if is_fixed and not self.server.was_disturbed(ask.begun_ns, ended_ns + _WRITTEN_NS):
             assert found == expected, f"{found} access lines, expected {expected}"
         assert found <= max(2 * len(accepted), 1), f"{found} access lines of one request"
 
@@ -541,6 +535,24 @@ def _letters_folder() -> str:
     backend.save(f"{folder.name}/tokenizer.json")
     Path(folder.name, "chat_template.jinja").write_text(_TEMPLATE, encoding="utf-8")
     return folder.name
+
+
+def with_letters(parameters: Parameters) -> Parameters:
+    """Return an engine's parameters with a tokenizer for the texts of /v1."""
+    return replace(parameters, tokenizer_dir=_letters_folder())
+
+
+class ServerForOpenAi(WholeServer):
+    """One run of a server with the front ends of /v1."""
+
+    def _make_kinds(self) -> Sequence[FrontEnds]:
+        return (OpenAiFrontEnds(self),)
+
+    def _has_adapters(self) -> bool:
+        return False
+
+    def _parameters(self) -> Parameters:
+        return with_letters(super()._parameters())
 
 
 def run(seed: int) -> RunReport:

@@ -27,10 +27,10 @@ from inflight.ranks.lockstep import Lockstep
 from inflight.ranks.rank_context import Agreement, RankContext
 from inflight.ranks.rendezvous import Peer
 
-from .run import ALL_FAULTS
+from .run import ALL_FAULTS, PATH, RunReport
 from .scheduler import Fiber, Machine, Process, Waiters
 from .sockets import Socket
-from .whole_server import PATH, RunReport, WholeServer
+from .whole_server import WholeServer
 
 if TYPE_CHECKING:
     from inflight.ranks.mpi import MpiWorld  # loads MPI, which no simulation needs

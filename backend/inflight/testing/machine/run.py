@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 MOST_FAULTS = 8
 ALL_FAULTS = range(MOST_FAULTS)
+PATH = "/run/engine.sock"  # of the engine's endpoint
 
 
 @dataclass(frozen=True)

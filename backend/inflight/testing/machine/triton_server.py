@@ -9,8 +9,8 @@ front end submits is checked as in `whole_server`; what its clients get is compa
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -34,11 +34,12 @@ from inflight.triton.front_end import FrontEnd
 from inflight.triton.host import ModelArgs
 
 from .answers import Ticket
+from .front_ends import FrontEnds
 from .recording_client import RecordingClient
-from .run import ALL_FAULTS
+from .run import PATH, RunReport
 from .scheduler import Machine, Process
 from .threads import SimpleQueue
-from .whole_server import PATH, RunReport, WholeServer
+from .whole_server import WholeServer
 
 _OUTPUTS = ("output_ids", "sequence_length", "finish_reason")
 _UNLOADED_S = 60.0
@@ -138,44 +139,46 @@ class Ask:
         return bool(self.gone_ns)
 
 
-class ServerForTriton(WholeServer):
-    """One run of a server with Triton's front ends."""
+class TritonFrontEnds(FrontEnds):
+    """Front ends of Triton's models.
 
-    def __init__(self, seed: int, kept_faults: Collection[int] = ALL_FAULTS) -> None:
-        super().__init__(seed, kept_faults)
+    Attributes:
+        asks: The requests of clients by name.
+    """
+
+    name = "Triton"
+
+    def __init__(self, server: WholeServer) -> None:
+        super().__init__(server)
         self.asks: dict[str, Ask] = {}
         self._names = count(1)
         self._stubs: dict[Process, tuple[FrontEnd, SimpleQueue[list[Ask] | None]]] = {}
         self._send_failures = self.rng.choice([0.0, 0.0, 0.1])
 
-    def _run(self) -> RunReport:
+    @contextmanager
+    def replaced(self) -> Generator[None]:
         with ExitStack() as stack:
             for module in (sender_module, cancellation):
                 stack.enter_context(patch.object(module, "lower_priority", lambda: None))
-            return super()._run()
+            yield
 
-    def _has_adapters(self) -> bool:
-        return False
-
-    def _is_idle(self) -> bool:
+    def hold_something(self) -> bool:
         alive = [front_end for process, (front_end, _) in self._stubs.items() if process.is_alive]
-        return super()._is_idle() and not any(
+        return any(
             each._in_flight._entries or each._in_flight._by_client_request_id or each._budget._reserved
             for each in alive
         )
 
     # ---------------------------------------------------------------- front ends and their clients
 
-    def _start_front_end(self) -> None:
-        """Start a model's process with a front end and up to four clients."""
-        process = self.machine.start_process("front end")
-        self._front_ends.append(process)
-        num_users = self._users_left[process] = self.rng.randint(1, 4)
+    def start(self, process: Process) -> None:
+        """Be a model's process with a front end and up to four clients."""
+        num_users = self.draw_users(process)
         decoupled = self.rng.random() < 0.7
         asks = SimpleQueue[list[Ask] | None](self.machine)
 
         def be_model() -> None:
-            client = RecordingClient(self.machine, SocketEngineClient(PATH), self._note)
+            client = RecordingClient(self.machine, SocketEngineClient(PATH), self.note)
             front_end = FrontEnd(
                 _PB_UTILS,
                 client,
@@ -195,8 +198,8 @@ class ServerForTriton(WholeServer):
 
         self.machine.spawn(process, be_model, "main")
 
-    def _note(self, ticket: Ticket) -> None:
-        self.tickets.append(ticket)
+    def note(self, ticket: Ticket) -> None:
+        super().note(ticket)
         assert ticket.request.origin is not None
         self.asks[ticket.request.origin.request_id].ticket = ticket
 
@@ -220,10 +223,10 @@ class ServerForTriton(WholeServer):
                 self._end_early(self.rng.choice(batch), asks)
         while not all(ask.has_ended for ask in mine):
             self.machine.sleep(0.2)
-        self._users_left[process] -= 1
+        self.server.users_left[process] -= 1
 
     def _make_ask(self, process: Process, decoupled: bool) -> Ask:
-        limits, rng = self.limits, self.rng
+        limits, rng = self.server.limits, self.rng
         room = min(limits.max_sequence_length, limits.num_blocks * limits.tokens_per_block) - 1
         num_tokens = rng.randint(1, max(1, min(8, room // 2)))
         prompt = [rng.randrange(limits.vocab_size) for _ in range(rng.randint(1, max(1, min(8, room // 2))))]
@@ -243,7 +246,7 @@ class ServerForTriton(WholeServer):
             tensors,
             process,
             self.machine.now_ns,
-            self._has_slow_readers,
+            self.server.has_slow_readers,
             self._send_failures,
         )
         return ask
@@ -256,27 +259,21 @@ class ServerForTriton(WholeServer):
         stop = Ask(self.machine, ask.name, {"stop": np.array([True])}, ask.process, ask.begun_ns, False, 0.0)
         asks.put([stop])
 
-    def _kill_front_end(self) -> None:
-        """Kill a front end, or unload its model in order."""
-        process = self.rng.choice(self._front_ends)
-        if not process.is_alive:
-            return
+    def end(self, process: Process) -> None:
+        """Unload a front end's model, if the seed wants."""
         stub = self._stubs.get(process)
-        if stub is not None and self.rng.random() < 0.5:
-            stub[1].put(None)
-            main = next(fiber for fiber in self.machine.fibers if fiber.process is process)
-            end_ns = self.machine.now_ns + int(_UNLOADED_S * 1e9)
-            while not main.has_ended and self.machine.now_ns < end_ns:
-                self.machine.sleep(0.1)
-            assert main.has_ended, "a front end does not end"
-        self.machine.kill(process)
-        del self._users_left[process]
-        self._start_front_end()
+        if stub is None or self.rng.random() >= 0.5:
+            return
+        stub[1].put(None)
+        main = next(fiber for fiber in self.machine.fibers if fiber.process is process)
+        end_ns = self.machine.now_ns + int(_UNLOADED_S * 1e9)
+        while not main.has_ended and self.machine.now_ns < end_ns:
+            self.machine.sleep(0.1)
+        assert main.has_ended, "a front end does not end"
 
     # ---------------------------------------------------------------- promises
 
-    def _check_answers(self) -> None:
-        super()._check_answers()
+    def check_answers(self) -> None:
         for ask in self.asks.values():
             assert not ask.misuse, f"a front end {ask.misuse} after the final flag"
             if ask.has_ended:
@@ -286,8 +283,8 @@ class ServerForTriton(WholeServer):
 
     def _check_ask(self, ask: Ask) -> None:
         if ask.gone_ns and ask.ended_ns > ask.gone_ns + _NOTICED_NS and ask.ticket is not None:
-            is_noticed = ask.ticket.stops or self._has_slow_readers
-            assert is_noticed or self._was_disturbed(ask.begun_ns, ask.ended_ns), (
+            is_noticed = ask.ticket.stops or self.server.has_slow_readers
+            assert is_noticed or self.server.was_disturbed(ask.begun_ns, ask.ended_ns), (
                 "a cancellation is not noticed"
             )
         errors = [error for each in ask.sent if (error := each.error()) is not None]
@@ -315,7 +312,7 @@ class ServerForTriton(WholeServer):
             assert ask.gone_ns, "a request ends as cancelled although nobody cancelled it"
         elif code == TritonError.UNAVAILABLE:
             is_unloaded = "unloaded" in str(error) and not ask.process.is_alive
-            assert is_unloaded or of_engine or self._was_disturbed(ask.begun_ns, ask.ended_ns), error
+            assert is_unloaded or of_engine or self.server.was_disturbed(ask.begun_ns, ask.ended_ns), error
         elif (
             ticket is None and code == TritonError.INVALID_ARG
         ):  # the front end itself knows the longest prompt
@@ -324,6 +321,16 @@ class ServerForTriton(WholeServer):
             )
         else:
             assert ask.num_failed or (of_engine and getattr(TritonError, of_engine.code) == code), error
+
+
+class ServerForTriton(WholeServer):
+    """One run of a server with Triton's front ends."""
+
+    def _make_kinds(self) -> Sequence[FrontEnds]:
+        return (TritonFrontEnds(self),)
+
+    def _has_adapters(self) -> bool:
+        return False
 
 
 def _no_tokenizer(folder: str) -> Tokenizer:

@@ -1,19 +1,19 @@
 """A whole server on a simulated machine: an engine's process and front ends, with faults of every kind.
 
 The engine's process is what `inflight.build` makes, with the fake engine: loop, scheduler, local client and
-endpoint. Front ends are processes with the endpoint's client, whose users submit, stop and abandon requests. A
-seed chooses everything. `run` returns what happened; it raises AssertionError if a promise was broken.
+endpoint. Front ends are processes with the endpoint's client, of one or several kinds (`front_ends.py`). A seed
+chooses everything. `run` returns what happened; it raises AssertionError if a promise was broken.
 """
 
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from unittest.mock import patch
 from zlib import crc32
@@ -23,16 +23,12 @@ from inflight.adapters.commands import AdapterCommands
 from inflight.build import RunningEngine, build_engine
 from inflight.config import Parameters
 from inflight.core.request.adapter import LoraRequest
-from inflight.core.request.adapter_command import AdapterAction, AdapterCommand
-from inflight.core.request.handle import RequestHandle
+from inflight.core.request.engine_description import ModelLimits
 from inflight.core.request.request import Request
-from inflight.core.request.response import Response
-from inflight.core.request.stop import StopReason
 from inflight.endpoint.client import SocketEngineClient
-from inflight.errors import ConfigError, InflightError, NotFound, StepFailed, Unavailable
+from inflight.errors import ConfigError, InflightError, StepFailed, Unavailable
 from inflight.load_model import LoadedModel
 from inflight.testing.fake_engine import FakeEngine
-from inflight.testing.simulation.host_cache import NUM_TASKS
 from inflight.testing.simulation.scenario import draw
 
 from . import modules, rare_branches
@@ -40,15 +36,15 @@ from .adapters import AdapterReader, weights_of
 from .answers import Ticket, check_ticket
 from .closed_engine import FailingDevice, check_closed
 from .disk import Disk, EngineBlocks
+from .endpoint_front_ends import EndpointFrontEnds
+from .front_ends import FrontEnds
 from .invariants import check_waits, checked
-from .run import ALL_FAULTS, MOST_FAULTS, RunReport, SimulatedRun
+from .run import ALL_FAULTS, MOST_FAULTS, PATH, RunReport, SimulatedRun
 from .scheduler import Machine, Process
 from .sockets import Network
 from .threads import Lock
 
-PATH = "/run/engine.sock"
 _LONGEST_S = 900.0
-_QUERY_TIMEOUT_S = 20.0
 _IDLE_S = 20.0  # until nothing of a request is left, once all front ends have their answers
 
 
@@ -92,7 +88,7 @@ class WholeServer(SimulatedRun):
         self._memories: list[EngineBlocks] = []
         self._step_s = self.rng.choice([0.0, 0.001, 0.02, 0.2])
         self._fails = self.rng.choice([0.0, 0.0, 0.02, 0.2])
-        self._has_slow_readers = self.rng.random() < 0.4
+        self.has_slow_readers = self.rng.random() < 0.4
         has_faults, num_faults = self.rng.random() < 0.8, self.rng.randint(1, MOST_FAULTS)
         self._num_faults, self._kept_faults = num_faults * has_faults, kept_faults
         self._fault_times: list[tuple[int, float]] = []
@@ -100,14 +96,21 @@ class WholeServer(SimulatedRun):
         self._devices: list[FailingDevice] = []
         self._engine: RunningEngine | None = None
         self._engine_process: Process | None = None
-        self._front_ends: list[Process] = []
-        self._users_left: Counter[Process] = Counter()  # users of live front ends who still have requests
+        self._front_ends: dict[Process, FrontEnds] = {}
+        self.users_left: Counter[Process] = Counter()  # users of live front ends who still have requests
         self._chaos_is_over = False
+        self._kinds = self._make_kinds()
 
     def run(self) -> RunReport:
         """Run to the end, and check all promises."""
         try:
-            return self._run()
+            with ExitStack() as stack:
+                for kind in self._kinds:
+                    stack.enter_context(kind.replaced())
+                report = self._run()
+                for kind in self._kinds:
+                    kind.check_end()
+                return report
         finally:
             if self._disk is not None:
                 self._disk.remove()
@@ -142,6 +145,16 @@ class WholeServer(SimulatedRun):
                 crc32(str(answers).encode()),
             )
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the engine has a cache of adapters."""
+        return self._adapters is not None
+
+    @property
+    def model_limits(self) -> ModelLimits:
+        """The limits of requests that front ends know."""
+        return self.limits.model_limits(self._config)
+
     def _has_adapters(self) -> bool:
         """Choose whether requests have adapters."""
         return self.rng.random() < 0.4
@@ -151,7 +164,7 @@ class WholeServer(SimulatedRun):
         return self.rng.random() < 0.5
 
     def _is_done(self) -> bool:
-        return self._chaos_is_over and not self._users_left.total()
+        return self._chaos_is_over and not self.users_left.total()
 
     def _is_idle(self) -> bool:
         """Whether the engine holds nothing of requests and of connections that have ended."""
@@ -166,6 +179,7 @@ class WholeServer(SimulatedRun):
             and not any(each._handles or each._delivery._waiting for each in connections)
             and not (saved is not None and saved.loads)
             and not (self._engine._adapters is not None and self._engine._adapters.cache._used)
+            and not any(kind.hold_something() for kind in self._kinds)
         )
 
     # ---------------------------------------------------------------- processes
@@ -224,57 +238,25 @@ class WholeServer(SimulatedRun):
         self._failures_ns.append(self.machine.now_ns)
         return MemoryError() if is_refused else RuntimeError("the simulated device failed")
 
+    def _make_kinds(self) -> Sequence[FrontEnds]:
+        """Return the kinds of front ends that the server has."""
+        return (EndpointFrontEnds(self),)
+
     def _start_front_end(self) -> None:
-        """Start a front end with up to four users."""
+        """Start a front end of one of the kinds, each of which the first ones have in turn."""
+        kinds, number = self._kinds, len(self._front_ends)
+        kind = kinds[number] if number < len(kinds) else kinds[0]
+        if number >= len(kinds) > 1:
+            kind = self.rng.choice(kinds)
         process = self.machine.start_process("front end")
-        self._front_ends.append(process)
-        num_users = self._users_left[process] = self.rng.randint(1, 4)
+        self._front_ends[process] = kind
+        kind.start(process)
 
-        def connect() -> None:
-            client = SocketEngineClient(PATH)
-            for _ in range(num_users):
-                self.machine.spawn(process, lambda: self._use(client, process), "user")
+    # ---------------------------------------------------------------- requests
 
-        self.machine.spawn(process, connect, "main")
-
-    # ---------------------------------------------------------------- users
-
-    def _use(self, client: SocketEngineClient, process: Process) -> None:
-        """Submit some requests, one after the other or several at once, and wait for all answers."""
-        mine: list[Ticket] = []
-        for _ in range(self.rng.randint(1, 5)):
-            self.machine.sleep(self.rng.random() * self.rng.choice([0.01, 1.0, 5.0]))
-            if self.rng.random() < 0.1:
-                self._ask_for_state(client)
-            if self._adapters is not None and self.rng.random() < 0.2:
-                self._unload_an_adapter(client)
-            mine.append(self._submit(client))
-            while self.rng.random() < 0.6 and not mine[-1].is_answered:
-                self.machine.sleep(0.05)
-        while not all(ticket.is_answered for ticket in mine):
-            self.machine.sleep(0.2)
-        self._users_left[process] -= 1
-
-    def _submit(self, client: SocketEngineClient) -> Ticket:
-        ticket = Ticket(self._varied(self.rng.choice(self.requests)), self.machine.now_ns)
-        self.tickets.append(ticket)
-
-        def take(response: Response) -> None:
-            ticket.responses.append(response)
-            if response.is_final:
-                ticket.answered_ns = self.machine.now_ns
-            if self._has_slow_readers and self.rng.random() < 0.2:
-                self.machine.sleep(self.rng.random())
-
-        try:
-            handle = client.submit(ticket.request, take)
-        except InflightError as error:
-            ticket.refusal, ticket.answered_ns = error, self.machine.now_ns
-            return ticket
-        if self.rng.random() < 0.25:
-            self.machine.sleep(self.rng.random() * self.rng.choice([0.0, 0.1, 3.0]))
-            self._stop(ticket, handle)
-        return ticket
+    def draw_request(self) -> Request:
+        """Draw a request for a user of a front end."""
+        return self._varied(self.rng.choice(self.requests))
 
     def _varied(self, request: Request) -> Request:
         """Return a request that perhaps has its adapter's weights with it, and perhaps is the first of several
@@ -284,43 +266,12 @@ class WholeServer(SimulatedRun):
             lora = replace(lora, weights=weights_of(lora))
         return replace(request, lora=lora, may_be_continued=self.rng.random() < 0.1)
 
-    def _stop(self, ticket: Ticket, handle: RequestHandle) -> None:
-        sampling = ticket.request.sampling
-        reasons = [StopReason.CANCELLED, StopReason.TIMED_OUT]
-        if not sampling.uses_beams:
-            reasons.append(StopReason.STOP_WORDS)
-        reason = self.rng.choice(reasons)
-        index = self.rng.choice([None, self.rng.randrange(sampling.num_sequences)])
-        ticket.stops.append((reason, index))
-        handle.stop(reason, index)
-
-    def _ask_for_state(self, client: SocketEngineClient) -> None:
-        begun_ns = self.machine.now_ns
-        try:
-            state = json.loads(client.state(_QUERY_TIMEOUT_S))
-        except Unavailable:
-            is_expected = self._has_slow_readers or self._was_disturbed(begun_ns, self.machine.now_ns)
-            assert is_expected, "no answer to a query"
-            return
-        assert state["unanswered_requests"] >= state["queued_requests"] >= 0
-
-    def _unload_an_adapter(self, client: SocketEngineClient) -> None:
-        command = AdapterCommand(AdapterAction.UNLOAD, task_id=self.rng.randrange(NUM_TASKS))
-        begun_ns = self.machine.now_ns
-        try:
-            client.adapters(command, _QUERY_TIMEOUT_S)
-        except NotFound:
-            pass
-        except Unavailable:
-            is_expected = self._has_slow_readers or self._was_disturbed(begun_ns, self.machine.now_ns)
-            assert is_expected, "no answer to a command"
-
     # ---------------------------------------------------------------- faults
 
     def _operate(self) -> None:
         """Start the server and its users, cause faults for a while, and repair everything."""
         self._start_engine()
-        for _ in range(self.rng.randint(1, 3)):
+        for _ in range(max(self.rng.randint(1, 3), len(self._kinds))):
             self.machine.sleep(self.rng.random() * 3)
             self._start_front_end()
         for number in range(self._num_faults):
@@ -415,11 +366,12 @@ class WholeServer(SimulatedRun):
         assert has_ended, "the loop did not end"
 
     def _kill_front_end(self) -> None:
-        process = self.rng.choice(self._front_ends)
+        process = self.rng.choice(list(self._front_ends))
         if not process.is_alive:
             return
+        self._front_ends[process].end(process)
         self.machine.kill(process)
-        del self._users_left[process]
+        del self.users_left[process]
         self._start_front_end()
 
     def _abandon_request(self) -> None:
@@ -442,7 +394,7 @@ class WholeServer(SimulatedRun):
         device._seconds_per_step = usual_s
 
     def _stop_front_end(self) -> None:
-        process = self.rng.choice(self._front_ends)
+        process = self.rng.choice(list(self._front_ends))
         if process.is_alive:
             self._stop_process(process)
 
@@ -455,7 +407,7 @@ class WholeServer(SimulatedRun):
 
     # ---------------------------------------------------------------- promises
 
-    def _was_disturbed(self, begin_ns: int, end_ns: int) -> bool:
+    def was_disturbed(self, begin_ns: int, end_ns: int) -> bool:
         """Whether there was a fault between two times, or up to ten seconds before."""
         return begin_ns < 5 * 10**9 or any(
             begun <= end_ns and ended >= begin_ns - 10**10 for begun, ended in self._fault_times
@@ -469,13 +421,15 @@ class WholeServer(SimulatedRun):
             if error is not None:
                 self._check_error(ticket, error)
             check_ticket(ticket, self.limits.vocab_size)
+        for kind in self._kinds:
+            kind.check_answers()
 
     def _check_error(self, ticket: Ticket, error: InflightError) -> None:
         if isinstance(error, Unavailable):
             is_full = self._config.max_queue_size and "queue" in str(error)
             has_adapter, said = ticket.request.lora is not None, str(error)
             is_full = is_full or (has_adapter and ("PEFT Cache is full" in said or "to be stored" in said))
-            assert is_full or self._was_disturbed(ticket.submitted_ns, ticket.answered_ns), (
+            assert is_full or self.was_disturbed(ticket.submitted_ns, ticket.answered_ns), (
                 f"refused without a fault: {error}"
             )
         elif self._adapter_failed(ticket):

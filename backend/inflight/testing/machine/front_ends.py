@@ -1,0 +1,64 @@
+"""A kind of front ends of a simulated server: their starts and ends, their clients, and what the clients get."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, ClassVar
+
+from .answers import Ticket
+
+if TYPE_CHECKING:
+    from .scheduler import Process
+    from .whole_server import WholeServer
+
+
+class FrontEnds:
+    """All front ends of one kind in a run, with their clients.
+
+    Args:
+        server: The server to which they belong.
+
+    Attributes:
+        name: Name of the kind.
+        tickets: The requests that they submitted to the engine.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, server: WholeServer) -> None:
+        self.server = server
+        self.machine, self.network, self.rng = server.machine, server.network, server.rng
+        self.tickets: list[Ticket] = []
+
+    @contextmanager
+    def replaced(self) -> Generator[None]:
+        """Replace what the machine does not have, while the server runs."""
+        yield
+
+    def start(self, process: Process) -> None:
+        """Be a front end in a new process, with the clients that `draw_users` counts."""
+        raise NotImplementedError
+
+    def end(self, process: Process) -> None:
+        """End a front end in order, if the seed wants; afterwards its process is killed."""
+
+    def hold_something(self) -> bool:
+        """Return whether front ends that run hold something of requests that have ended."""
+        return False
+
+    def check_answers(self) -> None:
+        """Check what the clients got, once all have their answers."""
+
+    def check_end(self) -> None:
+        """Check what is only known when the machine has ended."""
+
+    def draw_users(self, process: Process) -> int:
+        """Draw how many clients a front end has, and note that these have requests."""
+        num_users = self.server.users_left[process] = self.rng.randint(1, 4)
+        return num_users
+
+    def note(self, ticket: Ticket) -> None:
+        """Note a request before it is submitted to the engine."""
+        self.tickets.append(ticket)
+        self.server.tickets.append(ticket)
