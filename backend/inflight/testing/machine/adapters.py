@@ -40,12 +40,14 @@ class AdapterReader:
 
     Attributes:
         failures: The times in nanoseconds at which reading failed, with the adapter.
+        num_read: How many were read.
         max_bytes: Room for adapters in host memory; it always has room for the largest one.
     """
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self.failures: list[tuple[int, LoraRequest]] = []
+        self.num_read = 0
         rng: random.Random = machine.rng
         self._fails = rng.choice([0.0, 0.0, 0.2])
         largest = max(rank_of(LoraRequest(task)) for task in range(NUM_TASKS + 1)) * _BYTES_OF_A_RANK
@@ -64,4 +66,5 @@ class AdapterReader:
         if machine.rng.random() < self._fails:
             self.failures.append((machine.now_ns, lora))
             raise machine.rng.choice([BadAdapter("no such adapter"), OSError("the disk failed")])
+        self.num_read += 1
         return CheckedAdapter(rank_of(lora), digest_of(lora), weights_of(lora))

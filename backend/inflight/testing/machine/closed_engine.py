@@ -23,6 +23,10 @@ class _LoopDies(BaseException):
 class FailingDevice(FakeEngine):
     """A fake engine that sometimes raises, as a device does.
 
+    Args:
+        limits, seconds_per_step: As for FakeEngine.
+        failure: Returns the error that the device raises in an iteration; None: it raises none.
+
     Attributes:
         must_die: Whether the next batch ends the loop; `has_died`: whether it has.
         batches: Iterations of the batches so far.
@@ -30,7 +34,7 @@ class FailingDevice(FakeEngine):
     """
 
     def __init__(
-        self, limits: EngineLimits, seconds_per_step: float, failure: Callable[[], Exception | None]
+        self, limits: EngineLimits, seconds_per_step: float, failure: Callable[[int], Exception | None]
     ) -> None:
         super().__init__(limits, seconds_per_step)
         self._failure = failure
@@ -41,7 +45,7 @@ class FailingDevice(FakeEngine):
     def forward(self, batch: ScheduledBatch) -> FakeLogits:
         """Compute a batch, or raise."""
         self.batches.append(batch.iteration)
-        if (failure := self._failure()) is not None:
+        if (failure := self._failure(batch.iteration)) is not None:
             raise failure
         if self.must_die:
             self.has_died = True

@@ -125,6 +125,7 @@ class EngineBlocks:
 
     Attributes:
         was_used_late: Whether a block was written after the engine was closed.
+        num_loaded: How many blocks were written to it.
     """
 
     state_bytes = 0
@@ -133,6 +134,7 @@ class EngineBlocks:
         self.is_on_host = is_on_host
         self.block_bytes = engine.limits.tokens_per_block * _DIGEST_BYTES
         self.was_used_late = False
+        self.num_loaded = 0
         self._machine = machine
         self._engine = engine
 
@@ -146,6 +148,7 @@ class EngineBlocks:
         if not self._engine._cache:
             self.was_used_late = True
             return
+        self.num_loaded += 1
         self._engine._cache[index] = content.view(np.int64).tolist()
 
     def _refuse_memory(self) -> None:

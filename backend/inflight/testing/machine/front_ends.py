@@ -53,6 +53,14 @@ class FrontEnds:
     def check_end(self) -> None:
         """Check what is only known when the machine has ended."""
 
+    @property
+    def num_served(self) -> int:
+        """How many of their requests were answered with tokens."""
+        return sum(
+            bool(each.responses) and each.responses[-1].is_final and each.responses[-1].error is None
+            for each in self.tickets
+        )
+
     def draw_users(self, process: Process) -> int:
         """Draw how many clients a front end has, and note that these have requests."""
         num_users = self.server.users_left[process] = self.rng.randint(1, 4)

@@ -9,6 +9,7 @@ library is a small one that crashes and takes its time.
 from __future__ import annotations
 
 import subprocess
+from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -28,6 +29,7 @@ from inflight.guided.compiler import ChildCompiler
 from inflight.guided.grammars import GrammarLibrary, Grammars
 from inflight.guided.vocabulary import GuideVocabulary
 from inflight.load_model import LoadedModel
+from inflight.ranks.rank_context import RankContext
 
 from .answers import Ticket
 from .child_processes import ChildProcess
@@ -38,6 +40,7 @@ from .guides import (
     INVALID,
     SLOW,
     GuidedDevice,
+    LibraryOfRank,
     SmallLibrary,
     allows,
     draw_guide,
@@ -87,7 +90,9 @@ class _TimedCompiler(_Compiler):
         longest_s = _RESTART_S + (timeout_s / 10 if others_wait else timeout_s)
         begun_ns = server.machine.now_ns
         try:
-            return super()._compile(guide, is_slow)
+            compiled = super()._compile(guide, is_slow)
+            server.num_compiled += 1
+            return compiled
         finally:
             server.check_compilation(begun_ns, longest_s)
 
@@ -97,9 +102,9 @@ class ServerWithGuides(WholeServer):
 
     def __init__(self, seed: int, kept_faults: Collection[int] = ALL_FAULTS) -> None:
         super().__init__(seed, kept_faults)
-        self._config = replace(self._config, speculative_decoding_mode=None)
         self.waits: dict[tuple[int, int], tuple[int, int, Guide]] = {}
         self.interrupted: set[Guide] = set()  # guides that were compiled again
+        self.num_compiled = 0
         self._children: list[ChildProcess] = []
         self._kills_ns: list[int] = []
         self._max_guides = self.rng.choice([1, 256])
@@ -118,9 +123,6 @@ class ServerWithGuides(WholeServer):
             make = partial(self._make_library, may_compile=True)
             stack.enter_context(patch.object(child, "make_backend", make))
             return super()._run()
-
-    def _has_adapters(self) -> bool:
-        return False
 
     # ---------------------------------------------------------------- processes
 
@@ -143,8 +145,12 @@ class ServerWithGuides(WholeServer):
             tuple(bytes((ord("a") + token,)) for token in range(self.limits.vocab_size)), frozenset()
         )
 
+        is_follower = rank_context is not None and cast(RankContext, rank_context).world.rank > 0
+
         def set_up() -> GrammarLibrary:
             self.machine.sleep(self.machine.rng.random())
+            if is_follower:
+                return GrammarLibrary(LibraryOfRank(self.machine, vocabulary), vocabulary)
             return GrammarLibrary(self._make_library("", vocabulary, False), vocabulary)
 
         grammars = Grammars(set_up, self._max_guides)
@@ -171,6 +177,9 @@ class ServerWithGuides(WholeServer):
 
     def _running_child(self) -> ChildProcess | None:
         return next((each for each in reversed(self._children) if each.returncode is None), None)
+
+    def _count_work(self) -> Counter[str]:
+        return super()._count_work() + Counter({"guides compiled": self.num_compiled})
 
     def _close_engine(self) -> None:
         process = self._engine_process

@@ -119,6 +119,18 @@ class SmallLibrary:
         return {}
 
 
+class LibraryOfRank(SmallLibrary):
+    """The library of a rank beside rank 0, which compiles what the process of rank 0 has compiled before it."""
+
+    def __init__(self, machine: Machine, vocabulary: GuideVocabulary) -> None:
+        super().__init__(machine, vocabulary, True)
+
+    def compile(self, guide: Guide) -> bytes:
+        assert kind_of(guide) in (FAST, SLOW), "a guide that cannot be compiled reaches a rank"
+        self._machine.sleep(self._machine.rng.random() * (0.5 if kind_of(guide) == SLOW else 0.02))
+        return guide.text.encode()
+
+
 def _mask(ids: Sequence[int], num_words: int) -> NDArray[np.int32]:
     bits = np.zeros(num_words * 32, np.uint8)
     bits[list(ids)] = 1
@@ -137,7 +149,7 @@ class GuidedDevice(FailingDevice):
         self,
         limits: EngineLimits,
         seconds_per_step: float,
-        failure: Callable[[], Exception | None],
+        failure: Callable[[int], Exception | None],
         grammars: Grammars,
     ) -> None:
         super().__init__(limits, seconds_per_step, failure)
@@ -148,6 +160,7 @@ class GuidedDevice(FailingDevice):
         start: SlotStart = row.start
         if start.request.guide is None:
             return super()._choose(row, digests, drafts)
+        row.num_tokens -= len(drafts)  # none of which is accepted
         known, matcher = self._matchers.get(id(start), (None, None))
         if matcher is None or known is not start:
             matcher = self._grammars.matcher(start.request.guide)

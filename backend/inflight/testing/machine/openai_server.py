@@ -22,7 +22,6 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
-from itertools import count
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -113,7 +112,6 @@ class OpenAiFrontEnds(FrontEnds):
     def __init__(self, server: WholeServer) -> None:
         super().__init__(server)
         self.asks: dict[str, HttpAsk] = {}
-        self._names = count(1)
         self._of_process: dict[Process, _HttpFrontEnd] = {}
         self._lines: Counter[str] = Counter()
 
@@ -233,7 +231,7 @@ class OpenAiFrontEnds(FrontEnds):
             self.server.users_left[front_end.process] -= 1
 
     def _make_ask(self, process: Process) -> HttpAsk:
-        rng, name = self.rng, f"request {next(self._names)}"
+        rng, name = self.rng, f"request {next(self.server.numbers)}"
         kind = rng.choice(["text"] * 8 + ["get", "bad"])
         if kind == "get":
             return HttpAsk(name, process, "GET", rng.choice(["/v1/models", "/health"]))

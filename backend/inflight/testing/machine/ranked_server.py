@@ -9,7 +9,7 @@ ended.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -114,16 +114,11 @@ class RankedServer(WholeServer):
 
     def __init__(self, seed: int, kept_faults: Collection[int] = ALL_FAULTS) -> None:
         super().__init__(seed, kept_faults)
-        self.limits = replace(self.limits, overlaps_iterations=False)
-        self._fails = 0.0
+        self.limits = replace(self.limits, overlaps_iterations=False)  # as `ranks.rank_engine` does
         self._size = self.rng.randint(2, 3)
         self._ranks: list[Process] = []
         self._mains: list[Fiber] = []
-
-    _has_failing_devices = False  # the ranks would compute different batches
-
-    def _has_adapters(self) -> bool:
-        return False
+        self._failures: dict[int, Exception | None] = {}  # of the devices, by iteration
 
     # ---------------------------------------------------------------- processes
 
@@ -137,6 +132,7 @@ class RankedServer(WholeServer):
         peers = [[_peer(rank, one) for rank, (one, _) in enumerate(pairs, 1)]]
         peers += [[_peer(0, other)] for _, other in pairs]
         self._mains, self._devices = [], []
+        self._failures = {}
         for rank, process in enumerate(self._ranks):
             run = self._be_leader if rank == 0 else self._be_follower
             world = _World(shared, rank, _StepsOfAll(shared))
@@ -178,6 +174,15 @@ class RankedServer(WholeServer):
         context.agreement = cast(Agreement, world.agreement)
         context._has_left = False
         return context
+
+    def _step_failure(self, iteration: int) -> Exception | None:
+        """Return the same for all ranks: a batch fails on all of them, or on none (`ranks.rank_engine`)."""
+        if iteration not in self._failures:
+            self._failures[iteration] = super()._step_failure(iteration)
+        return self._failures[iteration]
+
+    def _count_work(self) -> Counter[str]:
+        return super()._count_work() + Counter({"ranks": self._size - 1})
 
     def _end_at_once(self, process: Process) -> None:
         self.machine.kill(process)

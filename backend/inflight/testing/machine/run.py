@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 MOST_FAULTS = 8
 ALL_FAULTS = range(MOST_FAULTS)
@@ -23,6 +23,8 @@ class RunReport:
         simulated_s: Simulated seconds.
         num_switches: How often a simulated thread was run.
         trace: A digest of what happened and when, equal for equal seeds.
+        work: What the parts of a whole server have done: requests answered with tokens by kind of front end,
+            ranks, guides compiled, adapters read and KV blocks loaded.
     """
 
     num_requests: int
@@ -31,6 +33,7 @@ class RunReport:
     simulated_s: float
     num_switches: int
     trace: int
+    work: Counter[str] = field(default_factory=Counter[str])
 
 
 class SimulatedRun(ABC):

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -151,7 +150,6 @@ class TritonFrontEnds(FrontEnds):
     def __init__(self, server: WholeServer) -> None:
         super().__init__(server)
         self.asks: dict[str, Ask] = {}
-        self._names = count(1)
         self._stubs: dict[Process, tuple[FrontEnd, SimpleQueue[list[Ask] | None]]] = {}
         self._send_failures = self.rng.choice([0.0, 0.0, 0.1])
 
@@ -239,7 +237,7 @@ class TritonFrontEnds(FrontEnds):
             "exclude_input_in_output": np.array([True]),
             "streaming": np.array([decoupled and rng.random() < 0.7]),
         }
-        name = f"request {next(self._names)}"
+        name = f"request {next(self.server.numbers)}"
         ask = self.asks[name] = Ask(
             self.machine,
             name,

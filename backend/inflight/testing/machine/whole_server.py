@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import count
 from unittest.mock import patch
 from zlib import crc32
 
@@ -56,8 +57,6 @@ class WholeServer(SimulatedRun):
         kept_faults: See `SimulatedRun`.
     """
 
-    _has_failing_devices = True
-
     def __init__(self, seed: int, kept_faults: Collection[int] = ALL_FAULTS) -> None:
         scenario = draw(seed)
         self.machine = Machine(seed)
@@ -77,6 +76,7 @@ class WholeServer(SimulatedRun):
         ]
         self.invalid = scenario.invalid
         self.tickets: list[Ticket] = []
+        self.numbers = count(1)  # of requests, with which their clients name them
         self.faults: Counter[str] = Counter()
         self._seed = seed
         self._config = replace(scenario.config, max_num_requests=self.rng.choice([-1, -1, 3]))
@@ -143,7 +143,16 @@ class WholeServer(SimulatedRun):
                 (machine.now_ns - 10**9) / 1e9,
                 machine.num_switches,
                 crc32(str(answers).encode()),
+                self._count_work(),
             )
+
+    def _count_work(self) -> Counter[str]:
+        """Return what the parts of the server have done."""
+        work = Counter({f"requests of {kind.name}": kind.num_served for kind in self._kinds})
+        work["ranks"] = 1
+        work["blocks loaded"] = sum(memory.num_loaded for memory in self._memories)
+        work["adapters read"] = 0 if self._adapters is None else self._adapters.num_read
+        return work
 
     @property
     def has_adapters(self) -> bool:
@@ -229,9 +238,9 @@ class WholeServer(SimulatedRun):
     ) -> AdapterCommands | None:
         return None if self._adapters is None else self._adapters.make(notify)
 
-    def _step_failure(self) -> Exception | None:
-        """Return the error that the device raises now; None: it computes the batch."""
-        is_refused = self._has_failing_devices and self.machine.refuses_memory()
+    def _step_failure(self, iteration: int) -> Exception | None:
+        """Return the error that the device raises in an iteration; None: it computes the batch."""
+        is_refused = self.machine.refuses_memory()
         if self._chaos_is_over or not (is_refused or self.rng.random() < self._fails):
             return None
         self.faults["failed iteration"] += 1

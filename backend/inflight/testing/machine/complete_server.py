@@ -1,0 +1,102 @@
+"""A whole server with all its parts at the same time: every kind of front end, several ranks, guides, adapters and
+saved blocks.
+
+The parts are those of the other simulations of a whole server, whose classes check their own parts here as well.
+Half of the seeds have all parts, the others some of them.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from inflight.config import Parameters
+
+from .endpoint_front_ends import EndpointFrontEnds
+from .front_ends import FrontEnds
+from .guided_server import ServerWithGuides
+from .openai_server import OpenAiFrontEnds, with_letters
+from .ranked_server import RankedServer
+from .run import ALL_FAULTS, RunReport, SimulatedRun
+from .triton_server import TritonFrontEnds
+from .whole_server import WholeServer
+
+_KINDS = (EndpointFrontEnds, TritonFrontEnds, OpenAiFrontEnds)
+_COMPLETE = 0.5  # probability that a server has all parts
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts that the server of a seed has.
+
+    Attributes:
+        kinds: Its kinds of front ends.
+        has_ranks: Whether its engine has several ranks.
+        has_guides: Whether requests have guides.
+        has_adapters: Whether requests have adapters.
+        saves_blocks: Whether KV blocks are saved, if they are used again at all.
+    """
+
+    kinds: tuple[type[FrontEnds], ...]
+    has_ranks: bool
+    has_guides: bool
+    has_adapters: bool
+    saves_blocks: bool
+
+    @classmethod
+    def of(cls, seed: int) -> Parts:
+        """Return the parts that a seed chooses."""
+        rng = random.Random(f"parts {seed}")
+        if rng.random() < _COMPLETE:
+            return cls(_KINDS, True, True, True, True)
+        kinds = tuple(rng.sample(_KINDS, rng.randint(1, len(_KINDS))))
+        return cls(kinds, *(rng.random() < 0.5 for _ in range(4)))
+
+
+class _ServerWithParts(WholeServer):
+    """Gives a server the parts of its seed."""
+
+    def __init__(self, seed: int, kept_faults: Collection[int] = ALL_FAULTS) -> None:
+        self._parts = Parts.of(seed)
+        super().__init__(seed, kept_faults)
+
+    def _make_kinds(self) -> Sequence[FrontEnds]:
+        return [kind(self) for kind in self._parts.kinds]
+
+    def _has_adapters(self) -> bool:
+        return self._parts.has_adapters
+
+    def _saves_blocks(self) -> bool:
+        return self._parts.saves_blocks
+
+    def _parameters(self) -> Parameters:
+        return with_letters(super()._parameters())
+
+
+class _ServerWithOneRank(_ServerWithParts, ServerWithGuides):
+    """A server with an engine of one rank."""
+
+
+class _ServerWithRanks(_ServerWithParts, RankedServer, ServerWithGuides):
+    """A server with an engine of several ranks."""
+
+
+class CompleteServer(SimulatedRun):
+    """One run of a server with all parts, or with some of them."""
+
+    def __init__(self, seed: int, kept_faults: Collection[int] = ALL_FAULTS) -> None:
+        made = _ServerWithRanks if Parts.of(seed).has_ranks else _ServerWithOneRank
+        self._server = made(seed, kept_faults)
+        self.faults = self._server.faults
+
+    def run(self) -> RunReport:
+        """Run to the end, and check all promises."""
+        return self._server.run()
+
+
+def run(seed: int) -> RunReport:
+    """Run a server with all its parts; raises AssertionError if a promise was broken."""
+    return CompleteServer(seed).run()
