@@ -37,6 +37,17 @@ class Ticket:
         """Return whether it has its last response, or was refused."""
         return self.refusal is not None or bool(self.responses and self.responses[-1].is_final)
 
+    @property
+    def error(self) -> InflightError | None:
+        """Return the error with which it ended; None: with none, or it has not ended."""
+        return self.refusal or (self.responses[-1].error if self.responses else None)
+
+    def made(self) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Return the tokens of its only sequence so far, and the last finish reason; None: it has no result."""
+        results = [each for each in self.responses if each.result is not None]
+        whole = merge_responses(results).result if results else None
+        return ((), None) if whole is None else (_new_tokens(whole), whole.finish_reasons[0])
+
 
 def check_ticket(ticket: Ticket, vocab_size: int) -> None:
     """Check all responses of a request that was answered."""
@@ -66,7 +77,7 @@ def _check_sequence(ticket: Ticket, index: int, whole: SequenceResult, vocab_siz
     request = ticket.request
     alone = sequence_alone(request, index, vocab_size, _conditions(request))
     if not whole.is_sequence_final:
-        tokens = _new_tokens(request, whole)
+        tokens = _new_tokens(whole)
         assert tokens == alone.tokens[: len(tokens)], f"tokens {tokens}, alone {alone.tokens}"
         return
     reason, count = whole.finish_reasons[0], whole.num_output_tokens[0]
@@ -80,7 +91,7 @@ def _conditions(request: Request) -> Conditions:
     return Conditions.of(request, digest_of(request.lora) if request.lora else b"")
 
 
-def _new_tokens(request: Request, result: SequenceResult) -> tuple[int, ...]:
+def _new_tokens(result: SequenceResult) -> tuple[int, ...]:
     tokens, count = result.output_token_ids[0], result.num_output_tokens[0]
     return tokens[len(tokens) - count :]
 

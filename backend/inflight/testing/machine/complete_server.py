@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from inflight.config import Parameters
+from inflight.core.request.guide import Guide
 
 from .endpoint_front_ends import EndpointFrontEnds
 from .front_ends import FrontEnds
@@ -61,6 +62,7 @@ class _ServerWithParts(WholeServer):
 
     def __init__(self, seed: int, kept_faults: Collection[int] = ALL_FAULTS) -> None:
         self._parts = Parts.of(seed)
+        self._prompts: list[list[int]] = []
         super().__init__(seed, kept_faults)
 
     def _make_kinds(self) -> Sequence[FrontEnds]:
@@ -71,6 +73,18 @@ class _ServerWithParts(WholeServer):
 
     def _saves_blocks(self) -> bool:
         return self._parts.saves_blocks
+
+    def draw_prompt(self, longest: int) -> list[int]:
+        """Draw a prompt, which is often the beginning of an earlier one, so that its KV blocks are found again."""
+        rng = self.rng
+        drawn = super().draw_prompt(longest)
+        if self._prompts and rng.random() < 0.7:
+            drawn = rng.choice(self._prompts)[:longest]
+        self._prompts.append(drawn)
+        return drawn
+
+    def draw_guide(self) -> Guide | None:
+        return super().draw_guide() if self._parts.has_guides else None
 
     def _parameters(self) -> Parameters:
         return with_letters(super()._parameters())

@@ -56,10 +56,7 @@ class FrontEnds:
     @property
     def num_served(self) -> int:
         """How many of their requests were answered with tokens."""
-        return sum(
-            bool(each.responses) and each.responses[-1].is_final and each.responses[-1].error is None
-            for each in self.tickets
-        )
+        return sum(each.is_answered and each.error is None for each in self.tickets)
 
     def draw_users(self, process: Process) -> int:
         """Draw how many clients a front end has, and note that these have requests."""

@@ -20,7 +20,6 @@ from unittest.mock import patch
 from inflight.config import Parameters
 from inflight.core.request.guide import Guide, GuideEvent
 from inflight.core.request.request import Origin, Request
-from inflight.core.request.response import merge_responses
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason
 from inflight.errors import InflightError, InvalidArgument, StepFailed, Unavailable
@@ -189,20 +188,24 @@ class ServerWithGuides(WholeServer):
 
     # ---------------------------------------------------------------- requests
 
+    def draw_guide(self) -> Guide | None:
+        return None if self.rng.random() < 0.4 else draw_guide(self.rng, self.limits.vocab_size)
+
     def _varied(self, request: Request) -> Request:
         rng, limits = self.rng, self.limits.model_limits(self._config)
         room = min(limits.max_sequence_length, limits.num_blocks * limits.tokens_per_block) - 1
         half = min(8, room // 2, limits.max_input_length, limits.max_context_tokens)
-        if half < 1 or rng.random() < 0.4:
+        guide = None if half < 1 else self.draw_guide()
+        if guide is None:
             return super()._varied(request)
-        prompt = tuple(rng.randrange(limits.vocab_size) for _ in range(rng.randint(1, half)))
         return Request(
             0,
-            prompt,
+            tuple(self.draw_prompt(half)),
             rng.randint(1, half),
             streaming=rng.random() < 0.5,
             sampling=SamplingConfig(random_seed=rng.randrange(100)),
-            guide=draw_guide(rng, limits.vocab_size),
+            guide=guide,
+            lora=request.lora,
             allotted_time_ms=rng.choice([0, 0, 0, 3000]),
         )
 
@@ -265,24 +268,22 @@ class ServerWithGuides(WholeServer):
                 self._check_guided(ticket, cast(Guide, ticket.request.guide))
 
     def _check_guided(self, ticket: Ticket, guide: Guide) -> None:
-        error = ticket.refusal or ticket.responses[-1].error
-        if error is not None:
-            self._check_guides_error(ticket, guide, error)
-        results = [each for each in ticket.responses if each.result is not None]
-        whole = merge_responses(results).result if results else None
-        if whole is None:
+        if ticket.error is not None:
+            self._check_guides_error(ticket, guide, ticket.error)
+        tokens, reason = ticket.made()
+        if reason is None:
             return
-        count, reason = whole.num_output_tokens[0], whole.finish_reasons[0]
-        tokens = whole.output_token_ids[0][len(whole.output_token_ids[0]) - count :]
-        is_whole = error is None and reason is FinishReason.END_ID
+        is_whole = ticket.error is None and reason is FinishReason.END_ID
         assert allows(guide, tokens, is_whole), f"{tokens} by {guide.text}, ended for {reason.name}"
         assert not tokens or kind_of(guide) in (FAST, SLOW), f"an answer by the guide {guide.text}"
-        assert reason is not FinishReason.LENGTH or count == ticket.request.max_new_tokens
+        assert reason is not FinishReason.LENGTH or len(tokens) == ticket.request.max_new_tokens
 
     def _check_guides_error(self, ticket: Ticket, guide: Guide, error: InflightError) -> None:
         """Check that there is a reason for an error, and that it is the one that the error names."""
         kind, said = kind_of(guide), str(error)
-        if isinstance(error, InvalidArgument) and "the compiling process ended" in said:
+        if self._adapter_failed(ticket):
+            is_expected = True
+        elif isinstance(error, InvalidArgument) and "the compiling process ended" in said:
             is_expected = kind == CRASHING or self._was_killed(ticket)
         elif isinstance(error, InvalidArgument) and "takes longer to compile" in said:
             is_expected = kind == SLOW or self.was_disturbed(ticket.submitted_ns, ticket.answered_ns)

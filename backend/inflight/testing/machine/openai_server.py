@@ -34,7 +34,7 @@ from inflight import access_log
 from inflight.config import Parameters
 from inflight.core.request.stop import FinishReason
 from inflight.endpoint.client import SocketEngineClient
-from inflight.errors import QueueFull, StepFailed
+from inflight.errors import InvalidArgument, QueueFull, StepFailed
 from inflight.openai import __main__ as program
 from inflight.openai import bodies
 from inflight.openai.http_metrics import HttpMetrics
@@ -255,10 +255,7 @@ class OpenAiFrontEnds(FrontEnds):
             1, min(rng.choice([8, 8, 30]), room // 2, limits.max_input_length, limits.max_context_tokens)
         )
         vocabulary = limits.vocab_size
-        prompts = [
-            [rng.randrange(vocabulary) for _ in range(rng.randint(1, half))]
-            for _ in range(rng.choice([1, 1, 2]))
-        ]
+        prompts = [self.server.draw_prompt(half) for _ in range(rng.choice([1, 1, 2]))]
         asked: dict[str, Any] = {"prompt": prompts[0] if len(prompts) == 1 else prompts}
         if len(prompts) == 1 and rng.random() < 0.5:
             asked = {"messages": _make_messages(prompts[0], rng.randint(0, half))}
@@ -271,7 +268,9 @@ class OpenAiFrontEnds(FrontEnds):
             "return_token_ids": True,
             "stream": rng.random() < 0.6,
         }
-        if rng.random() < 0.3:
+        if (guide := self.server.draw_guide()) is not None:
+            fields["guided_regex"] = guide.text
+        elif rng.random() < 0.3:
             fields["stop"] = ["".join(rng.choices(_LETTERS[:vocabulary], k=rng.randint(1, 2)))]
         if fields["stream"] and rng.random() < 0.6:
             fields["stream_options"] = {
@@ -336,10 +335,7 @@ class OpenAiFrontEnds(FrontEnds):
 
     def _check_error_of(self, ask: HttpAsk, status: int, message: str) -> None:
         """Check that there is a reason for an error."""
-        found = [
-            each.refusal or (each.responses[-1].error if each.responses else None) for each in ask.tickets
-        ]
-        errors = [each for each in found if each is not None]
+        errors = [each.error for each in ask.tickets if each.error is not None]
         if status == 503:
             is_known = any(each.code == "UNAVAILABLE" and not isinstance(each, QueueFull) for each in errors)
             assert self._is_excused(ask) or is_known, f"refused without a fault: {message}"
@@ -347,6 +343,9 @@ class OpenAiFrontEnds(FrontEnds):
             assert any(isinstance(error, QueueFull) for error in errors), message
         elif status == 408:
             assert ask.habit in STALLING or self._is_excused(ask), message
+        elif status == 400:
+            has_guide = ask.fields is not None and "guided_regex" in ask.fields
+            assert has_guide and any(isinstance(error, InvalidArgument) for error in errors), message
         elif status == 500:
             assert any(isinstance(error, StepFailed) for error in errors), message
         else:
@@ -362,7 +361,7 @@ class OpenAiFrontEnds(FrontEnds):
         if errors:
             assert len(errors) == 1 and chunks[-1] is errors[0], "an error is not the last event"
             error = errors[0]["error"]
-            status = 503 if error["code"] == "unavailable" else 500
+            status = _STATUS_OF_CODE.get(error["code"], 500)
             self._check_error_of(ask, status, str(error))
             self._check_choices(ask, fields, chunks[:-1], None)
             return
@@ -415,8 +414,13 @@ class OpenAiFrontEnds(FrontEnds):
             assert counted == (num_prompt, num_new, num_prompt + num_new), f"{usage}: {num_prompt}, {num_new}"
 
     def _alone(self, ticket: Ticket, fields: dict[str, Any]) -> tuple[str, list[int], str]:
-        """Return the text, the tokens and the finish reason that a prompt gets alone."""
+        """Return the text, the tokens and the finish reason that a prompt gets alone; with a guide, which the
+        tokens must follow, those of the engine."""
         request = ticket.request
+        if request.guide is not None:
+            made, reason = ticket.made()
+            name = "length" if reason is FinishReason.LENGTH else "stop"
+            return "".join(_LETTERS[token] for token in made), list(made), name
         assert (
             request.max_new_tokens == fields["max_tokens"] and request.sampling.random_seed == fields["seed"]
         )
@@ -479,6 +483,9 @@ def _holds_something(front_end: _HttpFrontEnd) -> list[str]:
     }
     return [name for name, what in held.items() if what]
 
+
+_STATUS_OF_CODE = {"unavailable": 503, "invalid_value": 400}
+"""The status of an error that ends a stream, by its code."""
 
 _BAD: tuple[tuple[str, bytes, int], ...] = (
     (_COMPLETIONS, b'{"prompt": [1', 400),

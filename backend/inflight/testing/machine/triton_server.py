@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inflight.config import Parameters
-from inflight.core.request.response import merge_responses
 from inflight.endpoint.client import SocketEngineClient
 from inflight.errors import ConfigError
 from inflight.serving import sender as sender_module
@@ -227,7 +226,7 @@ class TritonFrontEnds(FrontEnds):
         limits, rng = self.server.limits, self.rng
         room = min(limits.max_sequence_length, limits.num_blocks * limits.tokens_per_block) - 1
         num_tokens = rng.randint(1, max(1, min(8, room // 2)))
-        prompt = [rng.randrange(limits.vocab_size) for _ in range(rng.randint(1, max(1, min(8, room // 2))))]
+        prompt = self.server.draw_prompt(max(1, min(8, room // 2)))
         tensors: dict[str, NDArray[Any]] = {
             "input_ids": np.array([prompt], np.int32),
             "request_output_len": np.array([num_tokens], np.int32),
@@ -237,6 +236,12 @@ class TritonFrontEnds(FrontEnds):
             "exclude_input_in_output": np.array([True]),
             "streaming": np.array([decoupled and rng.random() < 0.7]),
         }
+        if (guide := self.server.draw_guide()) is not None:
+            del tensors["end_id"]
+            tensors["guided_decoding_guide_type"] = np.array(["regex"], np.object_)
+            tensors["guided_decoding_guide"] = np.array([guide.text], np.object_)
+        if (adapter := self.server.draw_adapter()) is not None:
+            tensors["lora_task_id"] = np.array([adapter.task_id], np.uint64)
         name = f"request {next(self.server.numbers)}"
         ask = self.asks[name] = Ask(
             self.machine,
@@ -295,17 +300,12 @@ class TritonFrontEnds(FrontEnds):
         if ask.ticket is None or ask.num_failed:
             return
         got = [token for each in ask.sent if not each.has_error() for token in _tokens_of(each)]
-        results = [each for each in ask.ticket.responses if each.result is not None]
-        whole = merge_responses(results).result if results else None
-        made = [] if whole is None else list(whole.output_token_ids[0][-whole.num_output_tokens[0] :])
-        made = made if whole is not None and whole.num_output_tokens[0] else []
+        made = list(ask.ticket.made()[0])
         assert got == made[: len(got)] and (errors or got == made), f"tokens {got}, the engine made {made}"
 
     def _check_error_of(self, ask: Ask, error: TritonError) -> None:
         ticket, code = ask.ticket, error.code()
-        of_engine = None if ticket is None else ticket.refusal
-        if ticket is not None and ticket.responses:
-            of_engine = ticket.responses[-1].error
+        of_engine = None if ticket is None else ticket.error
         if code == TritonError.CANCELLED:
             assert ask.gone_ns, "a request ends as cancelled although nobody cancelled it"
         elif code == TritonError.UNAVAILABLE:

@@ -25,11 +25,13 @@ from inflight.build import RunningEngine, build_engine
 from inflight.config import Parameters
 from inflight.core.request.adapter import LoraRequest
 from inflight.core.request.engine_description import ModelLimits
+from inflight.core.request.guide import Guide
 from inflight.core.request.request import Request
 from inflight.endpoint.client import SocketEngineClient
 from inflight.errors import ConfigError, InflightError, StepFailed, Unavailable
 from inflight.load_model import LoadedModel
 from inflight.testing.fake_engine import FakeEngine
+from inflight.testing.simulation.host_cache import NUM_TASKS
 from inflight.testing.simulation.scenario import draw
 
 from . import modules, rare_branches
@@ -267,6 +269,20 @@ class WholeServer(SimulatedRun):
         """Draw a request for a user of a front end."""
         return self._varied(self.rng.choice(self.requests))
 
+    def draw_prompt(self, longest: int) -> list[int]:
+        """Draw a prompt of up to `longest` tokens."""
+        return [self.rng.randrange(self.limits.vocab_size) for _ in range(self.rng.randint(1, longest))]
+
+    def draw_guide(self) -> Guide | None:
+        """Draw a guide for a request, if requests have guides."""
+        return None
+
+    def draw_adapter(self) -> LoraRequest | None:
+        """Draw an adapter for a request, if the engine takes adapters."""
+        if self._adapters is None or self.rng.random() < 0.5:
+            return None
+        return LoraRequest(self.rng.randrange(NUM_TASKS))
+
     def _varied(self, request: Request) -> Request:
         """Return a request that perhaps has its adapter's weights with it, and perhaps is the first of several
         rounds."""
@@ -426,9 +442,8 @@ class WholeServer(SimulatedRun):
         for ticket in self.tickets:
             if not ticket.is_answered:  # its front end was killed
                 continue
-            error = ticket.refusal or ticket.responses[-1].error
-            if error is not None:
-                self._check_error(ticket, error)
+            if ticket.error is not None:
+                self._check_error(ticket, ticket.error)
             check_ticket(ticket, self.limits.vocab_size)
         for kind in self._kinds:
             kind.check_answers()
@@ -478,9 +493,8 @@ class WholeServer(SimulatedRun):
     def _ending(ticket: Ticket) -> str:
         if not ticket.is_answered:
             return "front end killed"
-        error = ticket.refusal or ticket.responses[-1].error
-        if error is not None:
-            return error.code
+        if ticket.error is not None:
+            return ticket.error.code
         result = ticket.responses[-1].result
         return "no result" if result is None else result.finish_reasons[0].name
 
