@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from inflight.config import Parameters
+from inflight.config import Parameters, SchedulingConfig
 from inflight.core.request.guide import Guide
 
 from .endpoint_front_ends import EndpointFrontEnds
@@ -26,6 +26,7 @@ from .triton_server import TritonFrontEnds
 from .whole_server import WholeServer
 
 _KINDS = (EndpointFrontEnds, TritonFrontEnds, OpenAiFrontEnds)
+_NUM_BEGINNINGS, _LONGEST = 3, 30  # of prompts
 _COMPLETE = 0.5  # probability that a server has all parts
 
 
@@ -38,7 +39,7 @@ class Parts:
         has_ranks: Whether its engine has several ranks.
         has_guides: Whether requests have guides.
         has_adapters: Whether requests have adapters.
-        saves_blocks: Whether KV blocks are saved, if they are used again at all.
+        saves_blocks: Whether KV blocks are saved in host memory and files.
     """
 
     kinds: tuple[type[FrontEnds], ...]
@@ -62,11 +63,17 @@ class _ServerWithParts(WholeServer):
 
     def __init__(self, seed: int, kept_faults: Collection[int] = ALL_FAULTS) -> None:
         self._parts = Parts.of(seed)
-        self._prompts: list[list[int]] = []
         super().__init__(seed, kept_faults)
+        self._beginnings = [
+            super(_ServerWithParts, self).draw_prompt(_LONGEST) for _ in range(_NUM_BEGINNINGS)
+        ]
 
     def _make_kinds(self) -> Sequence[FrontEnds]:
         return [kind(self) for kind in self._parts.kinds]
+
+    def _adapt(self, config: SchedulingConfig) -> SchedulingConfig:
+        """Return settings with which blocks can be saved, if they are."""
+        return replace(config, enable_kv_cache_reuse=config.enable_kv_cache_reuse or self._parts.saves_blocks)
 
     def _has_adapters(self) -> bool:
         return self._parts.has_adapters
@@ -74,13 +81,18 @@ class _ServerWithParts(WholeServer):
     def _saves_blocks(self) -> bool:
         return self._parts.saves_blocks
 
+    def _replace_engine(self) -> None:
+        """Start another engine, and front ends whose clients find the blocks that the one before has saved."""
+        super()._replace_engine()
+        for _ in range(self.rng.randint(0, 2)):
+            self._start_front_end()
+
     def draw_prompt(self, longest: int) -> list[int]:
-        """Draw a prompt, which is often the beginning of an earlier one, so that its KV blocks are found again."""
-        rng = self.rng
+        """Draw a prompt, which often begins as others do, so that their KV blocks are found again."""
         drawn = super().draw_prompt(longest)
-        if self._prompts and rng.random() < 0.7:
-            drawn = rng.choice(self._prompts)[:longest]
-        self._prompts.append(drawn)
+        if self.rng.random() < 0.7:
+            beginning = self.rng.choice(self._beginnings)[: len(drawn)]
+            drawn = beginning + drawn[len(beginning) :]
         return drawn
 
     def draw_guide(self) -> Guide | None:

@@ -225,8 +225,8 @@ class TritonFrontEnds(FrontEnds):
     def _make_ask(self, process: Process, decoupled: bool) -> Ask:
         limits, rng = self.server.limits, self.rng
         room = min(limits.max_sequence_length, limits.num_blocks * limits.tokens_per_block) - 1
-        num_tokens = rng.randint(1, max(1, min(8, room // 2)))
-        prompt = self.server.draw_prompt(max(1, min(8, room // 2)))
+        half = max(1, min(rng.choice([8, 8, 30]), room // 2))
+        num_tokens, prompt = rng.randint(1, min(8, half)), self.server.draw_prompt(half)
         tensors: dict[str, NDArray[Any]] = {
             "input_ids": np.array([prompt], np.int32),
             "request_output_len": np.array([num_tokens], np.int32),

@@ -22,7 +22,7 @@ from zlib import crc32
 from inflight import batch_manager, build
 from inflight.adapters.commands import AdapterCommands
 from inflight.build import RunningEngine, build_engine
-from inflight.config import Parameters
+from inflight.config import Parameters, SchedulingConfig
 from inflight.core.request.adapter import LoraRequest
 from inflight.core.request.engine_description import ModelLimits
 from inflight.core.request.guide import Guide
@@ -81,7 +81,7 @@ class WholeServer(SimulatedRun):
         self.numbers = count(1)  # of requests, with which their clients name them
         self.faults: Counter[str] = Counter()
         self._seed = seed
-        self._config = replace(scenario.config, max_num_requests=self.rng.choice([-1, -1, 3]))
+        self._config = self._adapt(replace(scenario.config, max_num_requests=self.rng.choice([-1, -1, 3])))
         self._disk = (
             Disk(self.machine) if self._config.enable_kv_cache_reuse and self._saves_blocks() else None
         )
@@ -165,6 +165,10 @@ class WholeServer(SimulatedRun):
     def model_limits(self) -> ModelLimits:
         """The limits of requests that front ends know."""
         return self.limits.model_limits(self._config)
+
+    def _adapt(self, config: SchedulingConfig) -> SchedulingConfig:
+        """Return the scheduler's settings for this server, from those that the seed has chosen."""
+        return config
 
     def _has_adapters(self) -> bool:
         """Choose whether requests have adapters."""
