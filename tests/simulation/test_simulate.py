@@ -21,8 +21,8 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 def test_a_seed_runs_all_its_scenarios(monkeypatch, capsys):
     assert run_command(monkeypatch, "--seed", "3") == 0
     names = [name for name, _ in simulate.scenarios(3)]
-    assert len(set(names)) == 67
-    assert "seeds 1, runs 67, failed runs 0" in capsys.readouterr().out
+    assert len(set(names)) == 68
+    assert "seeds 1, runs 68, failed runs 0" in capsys.readouterr().out
 
 
 def test_a_search_ends_after_some_minutes(monkeypatch, capsys):

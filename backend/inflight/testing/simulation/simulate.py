@@ -2,8 +2,8 @@
 
 Every seed makes scenarios of requests, stops and failures of the device for the scheduler. Each runs on four
 kinds of device and with three kinds of models. Then a whole server runs on a simulated machine, with its threads,
-processes and sockets, one with several ranks, one with Triton's front ends, one with those of /v1, and one with
-guides. Every request must get the result that it gets alone. Last, a server's processes and an engine's ranks are
+processes and sockets, one with several ranks, one with Triton's front ends, one with those of /v1, one with
+guides, and one with all of these parts. Every request must get the result that it gets alone. Last, a server's processes and an engine's ranks are
 killed and stopped, and the supervision restarts and ends them.
 """
 
@@ -39,6 +39,7 @@ _SERVERS = (
     "server with Triton's front ends",
     "server with the front ends of /v1",
     "server with guides",
+    "server with all parts",
     "supervision",
     "orchestrator of ranks",
 )
@@ -91,6 +92,7 @@ def _run_server(name: str, seed: int) -> int:
 
 
 def _server(name: str) -> type[SimulatedRun]:
+    from inflight.testing.machine.complete_server import CompleteServer
     from inflight.testing.machine.guided_server import ServerWithGuides
     from inflight.testing.machine.openai_server import ServerForOpenAi
     from inflight.testing.machine.orchestrated_ranks import OrchestratedRanks
@@ -105,6 +107,7 @@ def _server(name: str) -> type[SimulatedRun]:
         ServerForTriton,
         ServerForOpenAi,
         ServerWithGuides,
+        CompleteServer,
         SupervisedServer,
         OrchestratedRanks,
     )
