@@ -21,10 +21,12 @@ class FrontEnds:
 
     Attributes:
         name: Name of the kind.
+        ended: Share of the front ends to be killed that are ended in order before.
         tickets: The requests that they submitted to the engine.
     """
 
     name: ClassVar[str]
+    ended: ClassVar[float] = 0.0
 
     def __init__(self, server: WholeServer) -> None:
         self.server = server
@@ -40,8 +42,12 @@ class FrontEnds:
         """Be a front end in a new process, with the clients that `draw_users` counts."""
         raise NotImplementedError
 
+    def is_up(self, process: Process) -> bool:
+        """Return whether a front end serves, so that it can be ended in order."""
+        return False
+
     def end(self, process: Process) -> None:
-        """End a front end in order, if the seed wants; afterwards its process is killed."""
+        """End a front end that is up in order, and wait until it has ended."""
 
     def hold_something(self) -> bool:
         """Return whether front ends that run hold something of requests that have ended."""

@@ -108,6 +108,7 @@ class OpenAiFrontEnds(FrontEnds):
     """
 
     name = "/v1"
+    ended = 0.6
 
     def __init__(self, server: WholeServer) -> None:
         super().__init__(server)
@@ -189,14 +190,16 @@ class OpenAiFrontEnds(FrontEnds):
         assert ticket.request.origin is not None
         self.asks[ticket.request.origin.request_id].tickets.append(ticket)
 
-    def end(self, process: Process) -> None:
-        front_end = self._of_process[process]
-        if front_end.server is not None and front_end.server.started and self.rng.random() < 0.6:
-            self._drain(front_end, front_end.server)
+    def is_up(self, process: Process) -> bool:
+        server = self._of_process[process].server
+        return server is not None and server.started
 
-    def _drain(self, front_end: _HttpFrontEnd, server: program._Server) -> None:
+    def end(self, process: Process) -> None:
+        """Send a front end SIGTERM."""
+        front_end = self._of_process[process]
+        assert front_end.server is not None
         front_end.drained_ns = self.machine.now_ns
-        server.handle_exit(signal.SIGTERM, None)
+        front_end.server.handle_exit(signal.SIGTERM, None)
         end_ns = self.machine.now_ns + int((front_end.exit_timeout_s + _UNLOADED_S) * 1e9)
         while not front_end.ended_ns and self.machine.now_ns < end_ns:
             self.machine.sleep(0.1)
@@ -206,7 +209,9 @@ class OpenAiFrontEnds(FrontEnds):
         )
         self.machine.sleep(1.0)
         threads = [
-            each for each in self.machine.fibers if each.process is front_end.process and not each.has_ended
+            each
+            for each in self.machine.fibers
+            if each.process is process and not (each.has_ended or each is self.machine.current)
         ]
         assert not threads, f"threads go on after the end of a front end: {[each.name for each in threads]}"
 

@@ -10,7 +10,7 @@ ended.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -122,12 +122,12 @@ class RankedServer(WholeServer):
 
     # ---------------------------------------------------------------- processes
 
-    def _start_engine(self) -> None:
-        """Start a process for each rank; rank 0 serves."""
+    def _run_engine(self, process: Process) -> None:
+        """Start a process for each further rank; rank 0 serves."""
         machine = self.machine
         shared = _Broadcasts(machine, self._size)
-        self._ranks = [machine.start_process(f"rank {rank}") for rank in range(self._size)]
-        self._engine_process = self._ranks[0]
+        self._ranks = [process, *(self._start_follower(f"rank {rank}") for rank in range(1, self._size))]
+        self._engine_process = process
         pairs = [self.network.pair(self._ranks[0], each) for each in self._ranks[1:]]
         peers = [[_peer(rank, one) for rank, (one, _) in enumerate(pairs, 1)]]
         peers += [[_peer(0, other)] for _, other in pairs]
@@ -139,6 +139,9 @@ class RankedServer(WholeServer):
             main = partial(run, process, world, peers[rank])
             self._mains.append(machine.spawn(process, main, "main"))
 
+    def _start_follower(self, name: str) -> Process:
+        return self.machine.start_process(name)
+
     def _be_leader(self, process: Process, world: _World, peers: list[Peer]) -> None:
         self.machine.sleep(self.rng.random() * 2)
 
@@ -146,7 +149,7 @@ class RankedServer(WholeServer):
             if process is self._engine_process and self._engine is not None:
                 self._engine.fail(error)
                 self._engine = None
-            self._end_at_once(process)
+            self._end_after_loss(process)
 
         context = self._context(world, peers, on_loss)
         engine = build_engine(self._parameters(), "", PATH, rank_context=context, load=self._load)
@@ -184,35 +187,42 @@ class RankedServer(WholeServer):
     def _count_work(self) -> Counter[str]:
         return super()._count_work() + Counter({"ranks": self._size - 1})
 
+    def _end_after_loss(self, process: Process) -> None:
+        """End rank 0 after another rank was lost, and all requests are answered."""
+        self._end_at_once(process)
+
     def _end_at_once(self, process: Process) -> None:
-        self.machine.kill(process)
+        self._kill(process)
         raise greenlet.GreenletExit
 
     # ---------------------------------------------------------------- faults
 
     def _kill_engine(self) -> None:
-        self.machine.kill(self.rng.choice(self._ranks))
-        self._replace_lost_ranks(_ENDED_S)
+        ranks = self._ranks
+        self._kill(self.rng.choice(ranks))
+        self._replace_lost_ranks(ranks, _ENDED_S)
 
     def _stop_engine(self) -> None:
         """Stop a rank; if the others consider it lost, they end, and it ends too when it resumes."""
         self.machine.sleep(_TIMEOUT_S / 4)  # a rank that never sent a heartbeat is not missed
-        seconds = self._stop_process(self.rng.choice(self._ranks))
-        if seconds > 2 * _TIMEOUT_S or not all(each.is_alive for each in self._ranks):
-            self._replace_lost_ranks(_ENDED_S)
+        ranks = self._ranks
+        seconds = self._stop_process(self.rng.choice(ranks))
+        if seconds > 2 * _TIMEOUT_S or not all(each.is_alive for each in ranks):
+            self._replace_lost_ranks(ranks, _ENDED_S)
 
     def _end_loop(self) -> None:
         if self._engine is None:
             return
-        device = self._let_loop_die()
+        ranks, device = self._ranks, self._let_loop_die()
         if not self._is_true_within(30.0, lambda: device.has_died):  # there was no iteration
-            self.machine.kill(self._ranks[0])
-        self._replace_lost_ranks(_NOTICED_S)
+            self._kill(ranks[0])
+        self._replace_lost_ranks(ranks, _NOTICED_S)
 
-    def _replace_lost_ranks(self, longest_s: float) -> None:
+    def _replace_lost_ranks(self, ranks: Sequence[Process], longest_s: float) -> None:
         """Check that all ranks end at most `longest_s` after one of them is lost, and start new ones."""
-        self._engine = None
-        have_ended = self._is_true_within(longest_s, lambda: not any(each.is_alive for each in self._ranks))
+        if ranks is self._ranks:
+            self._engine = None
+        have_ended = self._is_true_within(longest_s, lambda: not any(each.is_alive for each in ranks))
         assert have_ended, "ranks go on although one is lost"
         self._replace_engine()
 
@@ -232,7 +242,7 @@ class RankedServer(WholeServer):
         outputs = [device.outputs for device in self._devices]
         assert all(each == outputs[0] for each in outputs), "the ranks chose different tokens"
         for process in self._ranks:
-            self.machine.kill(process)  # a process ends with its main thread
+            self._kill(process)  # a process ends with its main thread
 
     def _check_threads(self) -> None:
         """Do nothing: the threads ended with their processes."""

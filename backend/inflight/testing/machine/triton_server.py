@@ -35,7 +35,7 @@ from .answers import Ticket
 from .front_ends import FrontEnds
 from .recording_client import RecordingClient
 from .run import PATH, RunReport
-from .scheduler import Machine, Process
+from .scheduler import Fiber, Machine, Process
 from .threads import SimpleQueue
 from .whole_server import WholeServer
 
@@ -145,11 +145,12 @@ class TritonFrontEnds(FrontEnds):
     """
 
     name = "Triton"
+    ended = 0.5
 
     def __init__(self, server: WholeServer) -> None:
         super().__init__(server)
         self.asks: dict[str, Ask] = {}
-        self._stubs: dict[Process, tuple[FrontEnd, SimpleQueue[list[Ask] | None]]] = {}
+        self._stubs: dict[Process, tuple[FrontEnd, SimpleQueue[list[Ask] | None], Fiber]] = {}
         self._send_failures = self.rng.choice([0.0, 0.0, 0.1])
 
     @contextmanager
@@ -160,7 +161,7 @@ class TritonFrontEnds(FrontEnds):
             yield
 
     def hold_something(self) -> bool:
-        alive = [front_end for process, (front_end, _) in self._stubs.items() if process.is_alive]
+        alive = [front_end for process, (front_end, *_) in self._stubs.items() if process.is_alive]
         return any(
             each._in_flight._entries or each._in_flight._by_client_request_id or each._budget._reserved
             for each in alive
@@ -183,7 +184,7 @@ class TritonFrontEnds(FrontEnds):
                 ModelArgs("model", Path("model", "1"), decoupled, Parameters(), {}),
                 TokenizerFinder(None, _no_tokenizer),
             )
-            self._stubs[process] = front_end, asks
+            self._stubs[process] = front_end, asks, self.machine.current
             for _ in range(num_users):
                 self.machine.spawn(process, lambda: self._ask_for_answers(process, asks, decoupled), "client")
             while (batch := asks.get()) is not None:
@@ -262,13 +263,13 @@ class TritonFrontEnds(FrontEnds):
         stop = Ask(self.machine, ask.name, {"stop": np.array([True])}, ask.process, ask.begun_ns, False, 0.0)
         asks.put([stop])
 
+    def is_up(self, process: Process) -> bool:
+        return process in self._stubs
+
     def end(self, process: Process) -> None:
-        """Unload a front end's model, if the seed wants."""
-        stub = self._stubs.get(process)
-        if stub is None or self.rng.random() >= 0.5:
-            return
-        stub[1].put(None)
-        main = next(fiber for fiber in self.machine.fibers if fiber.process is process)
+        """Unload a front end's model."""
+        _, asks, main = self._stubs[process]
+        asks.put(None)
         end_ns = self.machine.now_ns + int(_UNLOADED_S * 1e9)
         while not main.has_ended and self.machine.now_ns < end_ns:
             self.machine.sleep(0.1)

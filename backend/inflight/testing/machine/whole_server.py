@@ -12,10 +12,11 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
+from typing import Any
 from unittest.mock import patch
 from zlib import crc32
 
@@ -47,7 +48,6 @@ from .scheduler import Machine, Process
 from .sockets import Network
 from .threads import Lock
 
-_LONGEST_S = 900.0
 _IDLE_S = 20.0  # until nothing of a request is left, once all front ends have their answers
 
 
@@ -58,6 +58,8 @@ class WholeServer(SimulatedRun):
         seed: Chooses the requests, the settings, the faults, and the order of all threads.
         kept_faults: See `SimulatedRun`.
     """
+
+    _longest_s, _longest_end_s = 900.0, 120.0
 
     def __init__(self, seed: int, kept_faults: Collection[int] = ALL_FAULTS) -> None:
         scenario = draw(seed)
@@ -128,12 +130,12 @@ class WholeServer(SimulatedRun):
             machine.when_all_wait = self._check_waits
             operator = machine.start_process("operator")
             machine.spawn(operator, self._operate, "operator")
-            machine.run_until(self._is_done, _LONGEST_S)
+            machine.run_until(self._is_done, self._longest_s)
             self._check_answers()
             machine.run_until(self._is_idle, _IDLE_S)
             self._abandon_request()
-            machine.spawn(operator, self._close_engine, "closing")
-            machine.run_until(lambda: self._engine is None, 60.0)
+            ending = machine.spawn(operator, self._end, "ending")
+            machine.run_until(lambda: ending.has_ended, self._longest_end_s)
             self._check_threads()
             answers = [
                 (ticket.answered_ns, len(ticket.responses), self._ending(ticket)) for ticket in self.tickets
@@ -155,6 +157,11 @@ class WholeServer(SimulatedRun):
         work["blocks loaded"] = sum(memory.num_loaded for memory in self._memories)
         work["adapters read"] = 0 if self._adapters is None else self._adapters.num_read
         return work
+
+    @property
+    def all_faults(self) -> Mapping[str, Callable[[Any], None]]:
+        """The faults that may be caused, by name."""
+        return FAULTS
 
     @property
     def has_adapters(self) -> bool:
@@ -201,7 +208,9 @@ class WholeServer(SimulatedRun):
 
     def _start_engine(self) -> None:
         """Start an engine's process; it takes a while until it listens."""
-        process = self.machine.start_process("engine")
+        self._run_engine(self.machine.start_process("engine"))
+
+    def _run_engine(self, process: Process) -> None:
         self._engine_process = process
         self.machine.spawn(process, lambda: self._be_engine(process), "main")
 
@@ -305,7 +314,7 @@ class WholeServer(SimulatedRun):
             self._start_front_end()
         for number in range(self._num_faults):
             self.machine.sleep(self.rng.random() * self.rng.choice([0.1, 2.0, 10.0]))
-            name = self.rng.choice(list(FAULTS))
+            name = self.rng.choice(list(self.all_faults))
             if number in self._kept_faults:
                 self._cause(name)
         while self._engine is None:
@@ -331,13 +340,13 @@ class WholeServer(SimulatedRun):
         self.faults[kind] += 1
         begun_ns = self.machine.now_ns
         self._fault_times.append((begun_ns, math.inf))
-        FAULTS[kind](self)
+        self.all_faults[kind](self)
         self._fault_times[-1] = begun_ns, self.machine.now_ns
 
     def _kill_engine(self) -> None:
         assert self._engine_process is not None
         self._engine = None
-        self.machine.kill(self._engine_process)
+        self._kill(self._engine_process)
         self._replace_engine()
 
     def _replace_engine(self) -> None:
@@ -353,9 +362,12 @@ class WholeServer(SimulatedRun):
     def _stop_process(self, process: Process) -> float:
         """Stop a process for a while, and return for how many seconds."""
         seconds = self.rng.choice([0.1, 3.0, 60.0])
-        self.machine.stop(process, seconds)
+        self._stop_for(process, seconds)
         self.machine.sleep(seconds + 0.1)
         return seconds
+
+    def _stop_for(self, process: Process, seconds: float) -> None:
+        self.machine.stop(process, seconds)
 
     def _unload_engine(self) -> None:
         """Close the engine as an unload does, with a short or a long time for requests in flight."""
@@ -372,6 +384,10 @@ class WholeServer(SimulatedRun):
         self.machine.sleep(self.rng.random() * 5)
         self._close_engine()
         self._replace_engine()
+
+    def _end(self) -> None:
+        """End the server in order."""
+        self._close_engine()
 
     def _let_loop_die(self) -> FailingDevice:
         assert self._engine is not None
@@ -396,12 +412,19 @@ class WholeServer(SimulatedRun):
 
     def _kill_front_end(self) -> None:
         process = self.rng.choice(list(self._front_ends))
-        if not process.is_alive:
-            return
-        self._front_ends[process].end(process)
-        self.machine.kill(process)
+        if process.is_alive:
+            self._replace_front_end(process, self._front_ends[process])
+
+    def _replace_front_end(self, process: Process, kind: FrontEnds) -> None:
+        """Kill a front end, which is perhaps ended in order before, and start another one."""
+        if kind.is_up(process) and self.rng.random() < kind.ended:
+            kind.end(process)
+        self._kill(process)
         del self.users_left[process]
         self._start_front_end()
+
+    def _kill(self, process: Process) -> None:
+        self.machine.kill(process)
 
     def _abandon_request(self) -> None:
         """Kill a front end that has submitted a request which would take much longer than _IDLE_S."""
