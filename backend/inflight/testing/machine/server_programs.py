@@ -17,7 +17,7 @@ from inflight.processes import ProcessId
 from inflight.server import guard, keeper, runtime_directory
 
 from .kernel import Kernel, PipeEnd, ProcessEntry, Program
-from .scheduler import Waiters
+from .scheduler import Process, Waiters
 
 STUB = "triton_python_backend_stub"
 _PARENT_LOOK_S = 2.0
@@ -94,6 +94,7 @@ class Programs:
     Attributes:
         kernel: The machine's kernel, which is set before a program runs.
         tritons, endpoints: All processes of these kinds so far.
+        guards: The guard of each model's process.
         is_over: Whether faults have ended, so that every start goes well.
         num_endpoints_without_start: How many processes of /v1 ended before they listened.
     """
@@ -108,6 +109,7 @@ class Programs:
         self.has_engine = has_engine
         self.tritons: list[Triton] = []
         self.endpoints: list[Endpoint] = []
+        self.guards: dict[Process, guard.Guard] = {}
         self.is_over = False
         self.num_endpoints_without_start = 0
         self._badness = rng.choice([0.1, 0.5, 0.95]) if has_bad_starts else 0.0
@@ -252,6 +254,8 @@ class Programs:
         except OSError:  # no process can be started
             return 1
         assert mine is not None, "a stub is not recognized by its arguments"
+        self.guards[task.process] = mine
+        self._load_model(task, model)
         runtime_directory.note_initialized(model)
         if self.has_engine and model == self.models[0]:
             (me.folder / "engine.sock").touch()
@@ -264,6 +268,7 @@ class Programs:
             if me.task.status is not None or silent_s > _SILENT_PARENT_S:
                 return 1
         me.loaded.discard(model)
+        self._unload_model(task, model)
         mine.dismiss()
         return 0
 
@@ -290,6 +295,7 @@ class Programs:
             self._write(task, "the certificate cannot be read", 2)
             return 2
         task.handlers[signal.SIGTERM] = end
+        self._listen(task)
         self._write(task, "listening")
         me.is_listening = True
         if self._is_bad(0.5 * self._badness):
@@ -297,5 +303,21 @@ class Programs:
             self.kernel.exit(task, rng.choice([3, -9, -11]))
         while not asked or ignores:
             is_asked_to_end.wait()
-        machine.sleep(rng.random() * rng.choice([0.1, 3.0, 10.0]))
+        self._cease_to_listen(task)
         return 0
+
+    # ---------------------------------------------------------------- what the stand-ins serve
+
+    def _load_model(self, task: ProcessEntry, model: str) -> None:
+        """Let a model's process serve what it does; the stand-ins serve nothing."""
+
+    def _unload_model(self, task: ProcessEntry, model: str) -> None:
+        """Answer what a model's process has got, and end what `_load_model` has started."""
+
+    def _listen(self, task: ProcessEntry) -> None:
+        """Let a process of /v1 listen; the stand-ins do not."""
+
+    def _cease_to_listen(self, task: ProcessEntry) -> None:
+        """End a process of /v1 in order."""
+        rng = self._rng
+        self.kernel.machine.sleep(rng.random() * rng.choice([0.1, 3.0, 10.0]))

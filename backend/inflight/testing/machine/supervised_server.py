@@ -9,80 +9,30 @@ hang, ignore signals and cannot be started; the launcher is asked to end at any 
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import os
 import random
-import shutil
 import signal
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Sequence
-from itertools import count
+from collections.abc import Callable, Collection
 from pathlib import Path
-from unittest.mock import patch
-from weakref import WeakSet
 from zlib import crc32
 
-from inflight import processes
 from inflight.openai.options import OpenAiOptions
-from inflight.server import drain, guard, launch, orphans, runtime_directory, supervisor
-from inflight.server.errors import ServeError
-from inflight.server.installation import Installation
-from inflight.server.launch import ServerOptions, TritonServer
+from inflight.server.launch import ServerOptions
 from inflight.server.ports import Ports
-from inflight.server.repository import RuntimeRepository
-from inflight.server.supervisor import Signals, Supervisor
 
 from . import modules
-from .kernel import Kernel, ProcessEntry
-from .kernel_modules import ProcFolder
+from .kernel import ProcessEntry
+from .launcher import Launcher
 from .run import ALL_FAULTS, MOST_FAULTS, RunReport, SimulatedRun
 from .scheduler import Machine
-from .server_programs import STUB, Programs, Triton
+from .server_programs import STUB, Programs
 from .sockets import Network
-from .supervision_rules import check_end, check_lines, check_restarts
 
 _LONGEST_S = 3000.0
-_RECOVERED_S = 150.0  # until everything runs again after the last fault
-_KEEPER_S = 30.0  # until nothing is left of a launcher that was killed
-_HURRY_S = 8.0  # from a second signal to the end
-_KILL_S = 3.0  # in addition to the exit timeout
-_WITHOUT_ENGINE_S = 5.0  # likewise, if no engine reports that its requests are answered
-_LOADED_S = 15.0
-
-
-class _Echo:
-    """The stream of the launcher's log: lines with their times."""
-
-    def __init__(self, machine: Machine) -> None:
-        self.lines: list[tuple[float, str]] = []
-        self._machine = machine
-        self._unfinished = ""
-
-    def write(self, text: str) -> None:
-        *lines, self._unfinished = (self._unfinished + text).split("\n")
-        self.lines += [(self._machine.now_ns / 1e9, line) for line in lines]
-
-    def flush(self) -> None:
-        """Do nothing: nothing is held back."""
-
-    def fileno(self) -> int:
-        raise OSError("no file")
 
 
 class SupervisedServer(SimulatedRun):
-    """One run of the supervision.
-
-    Attributes:
-        options: The options of the server.
-        echo: The launcher's log.
-        attempts_s: When the supervisor began to start a server.
-        ready_s: When a server was ready.
-        signals: The signals that the launcher got, with their times.
-        disturbances: Times in which the launcher was stopped, or no process could be started.
-        status, error: How the launcher ended; None before, and if it did not raise.
-    """
+    """One run of the supervision."""
 
     def __init__(self, seed: int, kept_faults: Collection[int] = ALL_FAULTS) -> None:
         self.machine = Machine(seed)
@@ -91,9 +41,8 @@ class SupervisedServer(SimulatedRun):
         has_engine = rng.random() < 0.7
         models = [f"model{number}" for number in range(rng.randint(1, 3))]
         self.programs = Programs(rng, models, has_engine, has_bad_starts=rng.random() < 0.6)
-        self.kernel = self.programs.kernel = Kernel(self.machine, self.programs.find)
         has_openai = has_engine and rng.random() < 0.8
-        self.options = ServerOptions(
+        options = ServerOptions(
             model_repository=Path("/models"),
             ports=Ports(1, 2, 3, 4 if has_openai else None),
             openai=OpenAiOptions(),
@@ -104,39 +53,21 @@ class SupervisedServer(SimulatedRun):
         )
         num_faults = rng.randint(1, MOST_FAULTS) * (rng.random() < 0.9)
         self._num_faults, self._kept_faults = num_faults, kept_faults
-        self.echo = _Echo(self.machine)
-        self.attempts_s: list[float] = []
-        self.ready_s: list[float] = []
-        self.signals: list[tuple[float, int]] = []
-        self.disturbances: list[tuple[float, float]] = []
-        self.status: int | None = None
-        self.error: ServeError | None = None
-        self._launcher: ProcessEntry | None = None
-        self._takes_signals = False
-        self._unguarded: set[ProcessEntry] = set()  # stubs whose guards were lost
-        self._numbers = count(1)
-        self._is_disk_full = self._is_done = False
-
-    @property
-    def launcher(self) -> ProcessEntry:
-        """The simulated process that runs `scripts/serve`."""
-        assert self._launcher is not None
-        return self._launcher
+        self.launcher = Launcher(self.machine, rng, self.programs, options)
+        self.kernel = self.launcher.kernel
+        self._is_done = False
 
     def run(self) -> RunReport:
         """Run to the end, and check all promises."""
-        machine = self.machine
-        self._disk = Path(tempfile.mkdtemp(prefix="inflight-supervised-"))
-        self._shared_memory = self._disk / "shm"
-        self._shared_memory.mkdir()
-        try:
-            with modules.on(machine, Network(machine), kernel=self.kernel), self._stand_ins():
-                self._launcher = self.kernel.start(["serve"], {}, program=self._be_launcher)
-                machine.spawn(machine.start_process("operator"), self._operate, "operator")
-                machine.run_until(lambda: self._is_done, _LONGEST_S)
-        finally:
-            shutil.rmtree(self._disk, ignore_errors=True)
-        lines = [line for _, line in self.echo.lines]
+        machine, launcher = self.machine, self.launcher
+        with (
+            launcher.folders(),
+            modules.on(machine, Network(machine), kernel=self.kernel),
+            launcher.stand_ins(),
+        ):
+            launcher.start()
+            machine.spawn(machine.start_process("operator"), self._operate, "operator")
+            machine.run_until(lambda: self._is_done, _LONGEST_S)
         trace = [(time_s, task.pid, event) for time_s, task, event in self.kernel.log]
         return RunReport(
             len([event for _, _, event in self.kernel.log if event == "started"]),
@@ -144,128 +75,33 @@ class SupervisedServer(SimulatedRun):
             self.faults,
             (machine.now_ns - 10**9) / 1e9,
             machine.num_switches,
-            crc32(str((trace, len(lines))).encode()),
+            crc32(str((trace, len(launcher.echo.lines))).encode()),
         )
 
     def _ending(self) -> str:
-        if self.error is not None:
-            return "given up" if self.ready_s else "not started"
-        return "killed" if self.launcher.status == -signal.SIGKILL else "asked to end"
-
-    @contextlib.contextmanager
-    def _stand_ins(self) -> Generator[None]:
-        """Replace what the machine does not have: networks, the files of models, and processor times."""
-
-        @contextlib.contextmanager
-        def reserve_ports(address: str, asked: Ports) -> Generator[Ports]:
-            yield asked
-
-        replaced: list[tuple[object, str, object]] = [
-            (processes, "PROC", ProcFolder(self.kernel)),
-            (runtime_directory, "_SHARED_MEMORY", self._shared_memory),
-            (guard, "_SHARED_MEMORY", self._shared_memory),
-            (runtime_directory, "make", self._make_folder),
-            (orphans, "adopt", lambda: setattr(self.launcher, "adopts", True)),
-            (orphans, "_own", WeakSet[object]()),
-            (supervisor, "reserve_ports", reserve_ports),
-            (launch, "reserve_ports", reserve_ports),
-            (launch, "lay_out", self._lay_out),
-            (launch, "_find", self._find_installation),
-            (launch, "is_ready", self._is_ready),
-            (launch, "num_bytes", self._num_bytes),
-            (launch, "stubs_processor_time", self._processor_time),
-            (drain, "drain_engine", self._drain_engine),
-        ]
-        with contextlib.ExitStack() as stack:
-            for owner, name, value in replaced:
-                stack.enter_context(patch.object(owner, name, value))
-            yield
-
-    def _make_folder(self) -> Path:
-        self.attempts_s.append(self.programs.now_s())
-        folder = self._disk / f"server-{next(self._numbers)}"
-        folder.mkdir()
-        return folder
-
-    def _lay_out(self, options: ServerOptions, target: Path) -> RuntimeRepository:
-        if self._is_disk_full:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        endpoints = {self.programs.models[0]: ""} if self.programs.has_engine else {}
-        return RuntimeRepository(target, tuple(self.programs.models), "checkpoint", (), endpoints)
-
-    def _find_installation(self, program: Path | None, folder: Path) -> Installation:
-        return Installation(Path("tritonserver"), folder)
-
-    def _triton(self) -> Triton | None:
-        """Return the tritonserver that runs; None if there is none."""
-        return next((each for each in self.programs.tritons if each.task.status is None), None)
-
-    def _is_ready(self, address: str, http_port: int, metrics_port: int, models: Sequence[str]) -> bool:
-        triton = self._triton()
-        if triton is not None and triton.task.process.is_stopped:
-            self.machine.sleep(5.0)
-            return False
-        self.machine.sleep(self.rng.random() * 0.02)
-        return triton is not None and triton.is_ready
-
-    def _num_bytes(self, running: Sequence[processes.ProcessId]) -> int:
-        return 0  # only lines of the log are progress
-
-    def _processor_time(self, group: int) -> float:
-        triton = self._triton()
-        return 0.0 if triton is None else min(self.programs.now_s(), triton.busy_until_s)
-
-    def _drain_engine(self, path: str, timeout_s: float) -> None:
-        """Wait until the engine's requests are answered, which it does in time."""
-        triton = self._triton()
-        if triton is None:
-            return
-        now_s = self.programs.now_s()
-        triton.busy_until_s = min(triton.busy_until_s, now_s + timeout_s)
-        self.machine.sleep(triton.busy_until_s - now_s)
-
-    # ---------------------------------------------------------------- the launcher
-
-    def _be_launcher(self, task: ProcessEntry) -> int:
-        try:
-            with Signals() as signals:
-                self._takes_signals = True
-                self.status = Supervisor(self.options, signals, self.echo, self._note_ready).run()  # pyright: ignore[reportArgumentType]
-        except ServeError as error:
-            self.error, self.status = error, error.exit_code
-        return self.status
-
-    def _note_ready(self, server: TritonServer) -> None:
-        self.ready_s.append(self.programs.now_s())
-
-    def _is_running(self) -> bool:
-        return self.launcher.status is None
+        launcher = self.launcher
+        if launcher.error is not None:
+            return "given up" if launcher.ready_s else "not started"
+        return "killed" if launcher.process.status == -signal.SIGKILL else "asked to end"
 
     # ---------------------------------------------------------------- faults
 
     def _operate(self) -> None:
         """Cause faults, check that the server comes back, and end it."""
         machine, rng = self.machine, self.rng
-        self._wait(60.0, lambda: self._takes_signals)
+        self.launcher.wait_for_start()
         for number in range(self._num_faults):
             machine.sleep(rng.random() * rng.choice([0.1, 3.0, 15.0, 70.0]))
             name = rng.choice(list(FAULTS))
-            if number in self._kept_faults and self._is_running() and FAULTS[name](self):
+            if number in self._kept_faults and self.launcher.is_running() and FAULTS[name](self):
                 self.faults[name] += 1
         self.programs.is_over = True
-        if self._is_running() and not self.signals and rng.random() < 0.7:
-            self._check_recovery()
-        if self._is_running() and not self.signals:
-            self._ask_to_end()
-        self._check_end()
+        if self.launcher.is_running() and not self.launcher.signals and rng.random() < 0.7:
+            self.launcher.check_recovery()
+        if self.launcher.is_running() and not self.launcher.signals:
+            self.launcher.ask_to_end()
+        self.launcher.check_end()
         self._is_done = True
-
-    def _wait(self, longest_s: float, condition: Callable[[], bool]) -> bool:
-        """Wait until a condition is true, for at most `longest_s` seconds; return whether it is."""
-        deadline_ns = self.machine.now_ns + int(longest_s * 1e9)
-        while not condition() and self.machine.now_ns < deadline_ns:
-            self.machine.sleep(0.05)
-        return condition()
 
     def _alive(self, has: Callable[[ProcessEntry], bool]) -> ProcessEntry | None:
         """Return one of the running, not stopped processes for which `has` returns true."""
@@ -290,12 +126,12 @@ class SupervisedServer(SimulatedRun):
         return True
 
     def _lose_triton(self) -> bool:
-        triton = self._triton()
+        triton = self.launcher.triton()
         if (
             triton is None or triton.is_asked_to_end
         ):  # nothing notices that it is stopped once its models have ended
             return False
-        guarded = set(triton.stubs.values()) - self._unguarded
+        guarded = set(triton.stubs.values()) - self.launcher.unguarded
         if not any(stub.status is None and not stub.process.is_stopped for stub in guarded):
             return False
         if not triton.is_ready:
@@ -304,7 +140,7 @@ class SupervisedServer(SimulatedRun):
         return self._lose(self._alive(lambda task: task is triton.task))
 
     def _end_triton(self) -> bool:
-        triton = self._triton()
+        triton = self.launcher.triton()
         if triton is None or not triton.is_ready or triton.holds_stream or self.rng.random() < 0.7:
             return False
         triton.ends_by_order_of_others = True
@@ -312,42 +148,33 @@ class SupervisedServer(SimulatedRun):
         return True
 
     def _lose_stub(self) -> bool:
-        triton = self._triton()
+        triton = self.launcher.triton()
         if triton is None:
             return False
-        guarded = [stub for stub in triton.stubs.values() if stub not in self._unguarded]
+        guarded = [stub for stub in triton.stubs.values() if stub not in self.launcher.unguarded]
         return self._lose(self._alive(lambda task: task in guarded))
 
     def _reload_model(self) -> bool:
         """Unload a model and load it again, as requests to Triton do."""
-        triton = self._triton()
+        triton = self.launcher.triton()
         if triton is None or not triton.is_ready or triton.is_asked_to_end:
             return False
         model = self.rng.choice(sorted(triton.stubs))
         stub = triton.stubs[model]
         if stub.status is not None or stub.process.is_stopped or triton.task.process.is_stopped:
             return False
-        triton.finalized.add(model)
-        triton.changed.wake()
-        assert self._wait(_LOADED_S, lambda: stub.status is not None), "a model is not unloaded"
-        triton.finalized.discard(model)
-        is_started = triton.task.status is None and self.programs.start_stub(triton, model)
-        if is_started:
-            stub = triton.stubs[model]
-            self._wait(_LOADED_S, lambda: model in triton.loaded or stub.status is not None)
-        if model not in triton.loaded:
-            triton.stubs.pop(model, None)
+        self.launcher.reload_model(triton, model)
         return True
 
     def _lose_guard(self) -> bool:
         lost = self._alive(lambda task: "inflight.server.guard" in task.arguments)
-        triton = self._triton()
+        triton = self.launcher.triton()
         if lost is None or triton is None or triton.task.process.is_stopped:
             return False
         stub = lost.parent
         if stub is None or STUB not in stub.arguments or stub.process.is_stopped or stub.status is not None:
             return False
-        self._unguarded.add(stub)
+        self.launcher.unguarded.add(stub)
         return self._lose(lost)
 
     def _lose_keeper(self) -> bool:
@@ -359,22 +186,24 @@ class SupervisedServer(SimulatedRun):
         num_before = len(self.programs.endpoints)
         if not self._lose(lost):
             return False
-        if self.rng.random() < 0.3 and self._wait(3.0, lambda: len(self.programs.endpoints) > num_before):
+        if self.rng.random() < 0.3 and self.launcher.wait(
+            3.0, lambda: len(self.programs.endpoints) > num_before
+        ):
             self._lose(self._alive(lambda task: "inflight.openai" in task.arguments))
         return True
 
     def _stop_launcher(self) -> bool:
         seconds = self.rng.choice([0.5, 5.0, 60.0])
         now_s = self.programs.now_s()
-        self.disturbances.append((now_s, now_s + seconds))
-        self.kernel.send(self.launcher, signal.SIGSTOP)
-        self.machine.call_later(seconds, lambda: self.kernel.send(self.launcher, signal.SIGCONT))
+        self.launcher.disturbances.append((now_s, now_s + seconds))
+        self.kernel.send(self.launcher.process, signal.SIGSTOP)
+        self.machine.call_later(seconds, lambda: self.kernel.send(self.launcher.process, signal.SIGCONT))
         return True
 
     def _stop_all(self) -> bool:
         seconds = self.rng.choice([5.0, 60.0])
         now_s = self.programs.now_s()
-        self.disturbances.append((now_s, now_s + seconds))
+        self.launcher.disturbances.append((now_s, now_s + seconds))
         self.kernel.freeze(seconds)
         self.machine.sleep(seconds)
         return True
@@ -383,7 +212,7 @@ class SupervisedServer(SimulatedRun):
         keeper = self._alive(lambda task: "inflight.server.keeper" in task.arguments)
         if keeper is None or self.rng.random() < 0.7 or not self.programs.tritons:
             return False
-        self.kernel.exit(self.launcher, -signal.SIGKILL)
+        self.kernel.exit(self.launcher.process, -signal.SIGKILL)
         return True
 
     def _move_clock(self) -> bool:
@@ -393,109 +222,32 @@ class SupervisedServer(SimulatedRun):
     def _refuse_processes(self) -> bool:
         seconds = self.rng.random() * self.rng.choice([1.0, 10.0])
         now_s = self.programs.now_s()
-        self.disturbances.append((now_s, now_s + seconds))
+        self.launcher.disturbances.append((now_s, now_s + seconds))
         self.kernel.refuses_processes = True
         self.machine.call_later(seconds, lambda: setattr(self.kernel, "refuses_processes", False))
         return True
 
     def _fill_disk(self) -> bool:
         """Let no server's files be written for a while, once a server has been ready."""
-        if not self.ready_s:
+        if not self.launcher.ready_s:
             return False
         seconds = self.rng.random() * self.rng.choice([1.0, 10.0])
         now_s = self.programs.now_s()
-        self.disturbances.append((now_s, now_s + seconds))
-        self._is_disk_full = True
-        self.machine.call_later(seconds, lambda: setattr(self, "_is_disk_full", False))
+        self.launcher.disturbances.append((now_s, now_s + seconds))
+        self.launcher.is_disk_full = True
+        self.machine.call_later(seconds, lambda: setattr(self.launcher, "is_disk_full", False))
         return True
 
     def _begin_requests(self) -> bool:
         """Let the server be busy for a while, which delays its end."""
-        triton = self._triton()
+        triton = self.launcher.triton()
         if triton is None:
             return False
         triton.busy_until_s = self.programs.now_s() + self.rng.choice([0.5, 5.0, 100.0])
         return True
 
-    def _ask_to_end(self) -> bool:
-        """Send the launcher a signal to end, and sometimes a second one."""
-        for _ in range(self.rng.choice([1, 1, 2])):
-            if not self._is_running():
-                break
-            number = self.rng.choice([signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-            self.signals.append((self.programs.now_s(), number))
-            self.kernel.send(self.launcher, number)
-            self.machine.sleep(self.rng.random() * self.rng.choice([0.01, 1.0, 20.0]))
-        return True
-
     def _ask_early(self) -> bool:
-        return not self.signals and self.rng.random() < 0.4 and self._ask_to_end()
-
-    # ---------------------------------------------------------------- promises
-
-    def _check_recovery(self) -> None:
-        """Check that after the last fault everything runs again, or the supervision has ended."""
-        assert self._wait(_RECOVERED_S, lambda: self._is_up() or not self._is_running()), (
-            f"the server is not up again\n{self._describe()}"
-        )
-        self.machine.sleep(2.0)
-        if self._is_running():
-            zombies = [
-                task.arguments
-                for task in self.kernel.tasks.values()
-                if task.parent is self.launcher and task.status is not None
-            ]
-            zombies = [
-                each for each in zombies if "inflight.server.keeper" not in each
-            ]  # it waits for them later
-            assert not zombies or not self._is_up(), f"not waited for: {zombies}"
-
-    def _is_up(self) -> bool:
-        triton = self._triton()
-        if triton is None or not triton.is_ready or triton.task.process.is_stopped or triton.is_asked_to_end:
-            return False
-        stubs = [stub for stub in triton.stubs.values() if stub not in self._unguarded]
-        if any(stub.status is not None or stub.process.is_stopped for stub in stubs):
-            return False
-        if not self.ready_s or self.ready_s[-1] < self.attempts_s[-1]:
-            return False
-        return self.options.ports.openai is None or any(
-            each.is_listening and each.task.status is None and not each.task.process.is_stopped
-            for each in self.programs.endpoints
-        )
-
-    def _check_end(self) -> None:
-        """Check that the launcher ends in time and as documented, and leaves nothing behind."""
-        if self._is_running():
-            self._wait(600.0, lambda: not self._is_running())
-            assert not self._is_running(), f"the launcher does not end\n{self._describe()}"
-        if self.launcher.status == -signal.SIGKILL:
-            self._wait(_KEEPER_S, self._is_clean)
-        assert self._is_clean(), f"left behind: {self._leftovers()}\n{self._describe()}"
-        check_lines(self)
-        check_restarts(self)
-        if self.launcher.status != -signal.SIGKILL:
-            check_end(self, _KILL_S + (0.0 if self.programs.has_engine else _WITHOUT_ENGINE_S), _HURRY_S)
-
-    def _is_clean(self) -> bool:
-        return not self._leftovers()
-
-    def _leftovers(self) -> list[str]:
-        """Return the processes and files that are left."""
-        running = [" ".join(task.arguments) for task in self.kernel.tasks.values() if task.status is None]
-        folders = [path.name for path in self._disk.iterdir() if path != self._shared_memory]
-        running.remove("init")
-        return [*running, *folders, *(path.name for path in self._shared_memory.iterdir())]
-
-    def _describe(self) -> str:
-        """Return what happened, for the message of a failure."""
-        happened = [
-            (time_s, f"{' '.join(task.arguments)[-60:]} ({task.pid}) {event}")
-            for time_s, task, event in self.kernel.log
-        ]
-        happened += self.echo.lines + [(time_s, f"signal {number}") for time_s, number in self.signals]
-        lines = [f"{time_s:8.2f} {event}" for time_s, event in sorted(happened)]
-        return "\n".join([*lines, f"now {self.programs.now_s():.2f}", self.machine.stacks()])
+        return not self.launcher.signals and self.rng.random() < 0.4 and self.launcher.ask_to_end()
 
 
 FAULTS: dict[str, Callable[[SupervisedServer], bool]] = {

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from .kernel import ProcessEntry
 
 if TYPE_CHECKING:
-    from .supervised_server import SupervisedServer
+    from .launcher import Launcher
 
 _RESTARTED_S = 20.0
 """Seconds from a loss to the next start, at most: two of them a pause, the others for ending what is left."""
@@ -25,139 +25,149 @@ _ENDED = re.compile(
 )
 
 
-def check_restarts(run: SupervisedServer) -> None:
+def check_restarts(launcher: Launcher) -> None:
     """Check that lost servers and processes of /v1 are started again, neither late nor too often."""
-    first_signal_s = run.signals[0][0] if run.signals else float("inf")
-    tritons = [each.task for each in run.programs.tritons]
+    first_signal_s = launcher.signals[0][0] if launcher.signals else float("inf")
+    tritons = [each.task for each in launcher.programs.tritons]
     for before, after in pairwise(tritons):
-        gap_s = started_s(run, after) - ended_s(run, before)
-        late_s = _RESTARTED_S + disturbed_s(run, ended_s(run, before), started_s(run, after))
+        gap_s = started_s(launcher, after) - ended_s(launcher, before)
+        late_s = _RESTARTED_S + disturbed_s(launcher, ended_s(launcher, before), started_s(launcher, after))
         assert gap_s <= late_s, f"the next server is started {gap_s:.1f} s after a loss"
-        is_new = started_s(run, after) < first_signal_s + _LOOKS_S or not run.ready_s
-        assert is_new or disturbed_s(run, first_signal_s, started_s(run, after)), (
+        is_new = started_s(launcher, after) < first_signal_s + _LOOKS_S or not launcher.ready_s
+        assert is_new or disturbed_s(launcher, first_signal_s, started_s(launcher, after)), (
             "a server is started after a signal"
         )
-    endpoints = [each.task for each in run.programs.endpoints]
+    endpoints = [each.task for each in launcher.programs.endpoints]
     num_lost = 0
     for before, after in pairwise(endpoints):
-        lost_s, again_s = ended_s(run, before), started_s(run, after)
+        lost_s, again_s = ended_s(launcher, before), started_s(launcher, after)
         if before.environment != after.environment:  # of another server
             num_lost = 0
             continue
-        assert again_s < first_signal_s + _LOG_S + _LOOKS_S or disturbed_s(run, lost_s, again_s), (
+        assert again_s < first_signal_s + _LOG_S + _LOOKS_S or disturbed_s(launcher, lost_s, again_s), (
             "/v1 is started during the end"
         )
-        ran_s = lost_s - started_s(run, before)
+        ran_s = lost_s - started_s(launcher, before)
         num_lost = 0 if ran_s > _PROVEN_S - 1 else num_lost
         gap_s = again_s - lost_s
-        assert gap_s <= _ENDPOINTS_RESTART_S + disturbed_s(run, lost_s, again_s), (
+        assert gap_s <= _ENDPOINTS_RESTART_S + disturbed_s(launcher, lost_s, again_s), (
             f"/v1 is started after {gap_s:.1f} s"
         )
         assert gap_s >= _PAUSES_S[min(num_lost, 3)] - 0.01, f"/v1 is started after {gap_s:.1f} s already"
         num_lost += 1
 
 
-def check_lines(run: SupervisedServer) -> None:
+def check_lines(launcher: Launcher) -> None:
     """Check that each line about a lost process has its exit status, and a pause of those that are documented."""
-    tritons = [each.task for each in run.programs.tritons]
-    endpoints = [each.task for each in run.programs.endpoints]
-    for time_s, line in run.echo.lines:
+    tritons = [each.task for each in launcher.programs.tritons]
+    endpoints = [each.task for each in launcher.programs.endpoints]
+    for time_s, line in launcher.echo.lines:
         if (found := _ENDED.match(line)) is None:
             assert "ended (exit status" not in line or "is started again" not in line, line
             continue
         tasks = tritons if found[1] == "tritonserver" else endpoints
-        ended = [task for task in tasks if task.status is not None and ended_s(run, task) <= time_s]
+        ended = [task for task in tasks if task.status is not None and ended_s(launcher, task) <= time_s]
         assert ended, f"nothing has ended: {line}"
         assert ended[-1].status == int(found[2]), f"it ended with {ended[-1].status}: {line}"
         assert float(found[4] or 0) in _PAUSES_S, line
-    _check_pauses(run)
-    _check_alarms(run)
+    _check_pauses(launcher)
+    _check_alarms(launcher)
 
 
-def _check_pauses(run: SupervisedServer) -> None:
+def _check_pauses(launcher: Launcher) -> None:
     """Check that the pauses before starts of servers grow with the losses in a row."""
     index, before_s = -1, 0.0
-    for time_s, line in run.echo.lines:
+    for time_s, line in launcher.echo.lines:
         if (found := _AGAIN.match(line)) is None:
             continue
-        ready_s = max((each for each in run.ready_s if before_s <= each <= time_s), default=time_s)
+        ready_s = max((each for each in launcher.ready_s if before_s <= each <= time_s), default=time_s)
         pause = _PAUSES_S.index(float(found[1] or 0))
         if time_s - ready_s < _PROVEN_S - _LOOKS_S:
             assert pause == min(index + 1, len(_PAUSES_S) - 1), f"after a pause of number {index}: {line}"
         index, before_s = pause, time_s
 
 
-def _check_alarms(run: SupervisedServer) -> None:
+def _check_alarms(launcher: Launcher) -> None:
     """Check that no guard takes a process for silent that was never stopped."""
-    for time_s, line in run.echo.lines:
+    for time_s, line in launcher.echo.lines:
         if (found := _SILENT.match(line)) is not None:
             stopped = [
                 task
-                for at_s, task, event in run.kernel.log
+                for at_s, task, event in launcher.kernel.log
                 if event == "stopped" and at_s < time_s and f"/{found[1]}/" in " ".join(task.arguments)
             ]
             assert stopped, line
 
 
-def check_end(run: SupervisedServer, further_s: float, hurry_s: float) -> None:
+def check_end(launcher: Launcher, further_s: float, hurry_s: float) -> None:
     """Check how the launcher ended, and that it took no longer than promised.
 
     Args:
-        run: The run.
+        launcher: The launcher.
         further_s: Seconds that it may take in addition to the exit timeout.
         hurry_s: Seconds that it may take after a second signal.
     """
-    end_s = ended_s(run, run.launcher)
-    if run.signals:
-        first_s = run.signals[0][0]
-        longest_s = max(1.0, run.options.exit_timeout_s) + further_s + disturbed_s(run, first_s, end_s)
-        assert end_s - first_s <= longest_s, f"the end takes {end_s - first_s:.1f} s\n{run._describe()}"  # pyright: ignore[reportPrivateUsage]
-    if len(run.signals) > 1:
-        second_s = run.signals[1][0]
-        assert end_s - second_s <= hurry_s + disturbed_s(run, second_s, end_s), (
+    end_s = ended_s(launcher, launcher.process)
+    if launcher.signals:
+        first_s = launcher.signals[0][0]
+        longest_s = (
+            max(1.0, launcher.options.exit_timeout_s) + further_s + disturbed_s(launcher, first_s, end_s)
+        )
+        assert end_s - first_s <= longest_s, f"the end takes {end_s - first_s:.1f} s\n{launcher.describe()}"
+    if len(launcher.signals) > 1:
+        second_s = launcher.signals[1][0]
+        assert end_s - second_s <= hurry_s + disturbed_s(launcher, second_s, end_s), (
             "a second signal does not end it"
         )
-    if run.error is None:
-        assert run.signals, "the supervision has ended by itself"
-        last = 128 + run.signals[-1][1]
-        expected = {0, last} if len(run.signals) > 1 and end_s - run.signals[-1][0] < 0.5 else {last}
-        assert run.status in (expected if len(run.signals) > 1 else {0}), f"exit status {run.status}"
+    if launcher.error is None:
+        assert launcher.signals, "the supervision has ended by itself"
+        last = 128 + launcher.signals[-1][1]
+        expected = (
+            {0, last} if len(launcher.signals) > 1 and end_s - launcher.signals[-1][0] < 0.5 else {last}
+        )
+        assert launcher.status in (expected if len(launcher.signals) > 1 else {0}), (
+            f"exit status {launcher.status}"
+        )
     else:
-        _check_error(run, str(run.error), end_s)
+        _check_error(launcher, str(launcher.error), end_s)
 
 
-def _check_error(run: SupervisedServer, said: str, end_s: float) -> None:
-    restarts, served = run.options.restarts, bool(run.ready_s)
+def _check_error(launcher: Launcher, said: str, end_s: float) -> None:
+    restarts, served = launcher.options.restarts, bool(launcher.ready_s)
     attempts = (
-        sum(attempt_s > run.ready_s[-1] for attempt_s in run.attempts_s) if served else len(run.attempts_s)
+        sum(attempt_s > launcher.ready_s[-1] for attempt_s in launcher.attempts_s)
+        if served
+        else len(launcher.attempts_s)
     )
     first = said.splitlines()[0]
     if "had not finished after" in first:
-        assert run.signals, first
+        assert launcher.signals, first
         return
     if served and attempts:
         assert attempts == max(1, restarts), f"given up after {attempts} of {restarts} starts: {first}"
     elif served:
-        triton = run.programs.tritons[-1]
+        triton = launcher.programs.tritons[-1]
         is_ended_in_order = triton.ends_by_order_of_others and triton.task.status == 0
-        assert not restarts or is_ended_in_order, f"not restarted: {first}\n{run._describe()}"  # pyright: ignore[reportPrivateUsage]
+        assert not restarts or is_ended_in_order, f"not restarted: {first}\n{launcher.describe()}"
     elif attempts > 1:
         assert attempts <= restarts, f"{attempts} attempts of a first start"
 
 
-def started_s(run: SupervisedServer, task: ProcessEntry) -> float:
+def started_s(launcher: Launcher, task: ProcessEntry) -> float:
     """Return when a process was started."""
-    return next(time_s for time_s, each, event in run.kernel.log if each is task and event == "started")
+    return next(time_s for time_s, each, event in launcher.kernel.log if each is task and event == "started")
 
 
-def ended_s(run: SupervisedServer, task: ProcessEntry) -> float:
+def ended_s(launcher: Launcher, task: ProcessEntry) -> float:
     """Return when a process ended."""
-    ended = (time_s for time_s, each, event in run.kernel.log if each is task and event.startswith("ended"))
+    ended = (
+        time_s for time_s, each, event in launcher.kernel.log if each is task and event.startswith("ended")
+    )
     return next(ended, float("inf"))
 
 
-def disturbed_s(run: SupervisedServer, begin_s: float, end_s: float) -> float:
+def disturbed_s(launcher: Launcher, begin_s: float, end_s: float) -> float:
     """Return for how many seconds of a time the launcher was stopped, or no process could be started, and a second
     for each of these times."""
-    overlaps = [min(end_s, end) - max(begin_s, begin) for begin, end in run.disturbances]
+    overlaps = [min(end_s, end) - max(begin_s, begin) for begin, end in launcher.disturbances]
     return sum(each + 1.0 for each in overlaps if each > 0)
