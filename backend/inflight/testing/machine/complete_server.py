@@ -19,14 +19,18 @@ from inflight.core.request.guide import Guide
 from .endpoint_front_ends import EndpointFrontEnds
 from .front_ends import FrontEnds
 from .guided_server import ServerWithGuides
+from .launched_server import LaunchedServer
 from .openai_server import OpenAiFrontEnds, with_letters
 from .ranked_server import RankedServer
 from .run import ALL_FAULTS, RunReport, SimulatedRun
+from .scheduler import Process
+from .server_programs import Triton
 from .triton_server import TritonFrontEnds
 from .whole_server import WholeServer
 
 _KINDS = (EndpointFrontEnds, TritonFrontEnds, OpenAiFrontEnds)
 _NUM_BEGINNINGS, _LONGEST = 3, 30  # of prompts
+_GUARD_S = 10.0  # until a guard has ended a server
 _COMPLETE = 0.5  # probability that a server has all parts
 
 
@@ -37,6 +41,7 @@ class Parts:
     Attributes:
         kinds: Its kinds of front ends.
         has_ranks: Whether its engine has several ranks.
+        has_launcher: Whether the launcher starts its processes, instead of the operator.
         has_guides: Whether requests have guides.
         has_adapters: Whether requests have adapters.
         saves_blocks: Whether KV blocks are saved in host memory and files.
@@ -44,6 +49,7 @@ class Parts:
 
     kinds: tuple[type[FrontEnds], ...]
     has_ranks: bool
+    has_launcher: bool
     has_guides: bool
     has_adapters: bool
     saves_blocks: bool
@@ -53,9 +59,9 @@ class Parts:
         """Return the parts that a seed chooses."""
         rng = random.Random(f"parts {seed}")
         if rng.random() < _COMPLETE:
-            return cls(_KINDS, True, True, True, True)
+            return cls(_KINDS, True, rng.random() < 0.7, True, True, True)
         kinds = tuple(rng.sample(_KINDS, rng.randint(1, len(_KINDS))))
-        return cls(kinds, *(rng.random() < 0.5 for _ in range(4)))
+        return cls(kinds, *(rng.random() < 0.5 for _ in range(5)))
 
 
 class _ServerWithParts(WholeServer):
@@ -110,12 +116,42 @@ class _ServerWithRanks(_ServerWithParts, RankedServer, ServerWithGuides):
     """A server with an engine of several ranks."""
 
 
+class _LaunchedServer(_ServerWithParts, LaunchedServer, ServerWithGuides):
+    """A server with an engine of one rank, and with its launcher."""
+
+
+class _LaunchedServerWithRanks(_ServerWithParts, LaunchedServer, RankedServer, ServerWithGuides):
+    """A server with an engine of several ranks, and with its launcher."""
+
+    def _replace_lost_ranks(self, ranks: Sequence[Process], longest_s: float) -> None:
+        super()._replace_lost_ranks(ranks, longest_s + _GUARD_S)
+
+    def _kill_engine(self) -> None:
+        RankedServer._kill_engine(self)
+
+    def _end_loop(self) -> None:
+        RankedServer._end_loop(self)
+
+    def _reloadable(self, triton: Triton) -> list[str]:
+        """Return the front ends: the ranks end with the engine, which cannot be loaded again (`triton.leader`)."""
+        return super()._reloadable(triton)[1:]
+
+
+_CLASSES: dict[tuple[bool, bool], type[_ServerWithParts]] = {
+    (False, False): _ServerWithOneRank,
+    (True, False): _ServerWithRanks,
+    (False, True): _LaunchedServer,
+    (True, True): _LaunchedServerWithRanks,
+}
+"""The classes of servers: with or without several ranks, with or without a launcher."""
+
+
 class CompleteServer(SimulatedRun):
     """One run of a server with all parts, or with some of them."""
 
     def __init__(self, seed: int, kept_faults: Collection[int] = ALL_FAULTS) -> None:
-        made = _ServerWithRanks if Parts.of(seed).has_ranks else _ServerWithOneRank
-        self._server = made(seed, kept_faults)
+        parts = Parts.of(seed)
+        self._server = _CLASSES[parts.has_ranks, parts.has_launcher](seed, kept_faults)
         self.faults = self._server.faults
 
     def run(self) -> RunReport:

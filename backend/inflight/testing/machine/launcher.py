@@ -121,7 +121,7 @@ class Launcher:
 
     def start(self) -> None:
         """Start the launcher's process."""
-        self._process = self.kernel.start(["serve"], {}, program=self._be_launcher)
+        self.kernel.start(["serve"], {}, program=self._be_launcher)
 
     def wait_for_start(self) -> None:
         """Wait until the launcher takes signals."""
@@ -191,17 +191,14 @@ class Launcher:
         return 0.0 if triton is None else min(self.programs.now_s(), triton.busy_until_s)
 
     def _drain_engine(self, path: str, timeout_s: float) -> None:
-        """Wait until the engine's requests are answered, which it does in time."""
         triton = self.triton()
-        if triton is None:
-            return
-        now_s = self.programs.now_s()
-        triton.busy_until_s = min(triton.busy_until_s, now_s + timeout_s)
-        self.machine.sleep(triton.busy_until_s - now_s)
+        if triton is not None:
+            self.programs.drain_engine(triton, timeout_s)
 
     # ---------------------------------------------------------------- the launcher
 
     def _be_launcher(self, task: ProcessEntry) -> int:
+        self._process = task
         try:
             with Signals() as signals:
                 self._takes_signals = True

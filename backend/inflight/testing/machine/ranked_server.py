@@ -242,7 +242,8 @@ class RankedServer(WholeServer):
         outputs = [device.outputs for device in self._devices]
         assert all(each == outputs[0] for each in outputs), "the ranks chose different tokens"
         for process in self._ranks:
-            self._kill(process)  # a process ends with its main thread
+            if process is not self.machine.process:
+                self._kill(process)  # a process ends with its main thread
 
     def _check_threads(self) -> None:
         """Do nothing: the threads ended with their processes."""

@@ -314,6 +314,12 @@ class Programs:
     def _unload_model(self, task: ProcessEntry, model: str) -> None:
         """Answer what a model's process has got, and end what `_load_model` has started."""
 
+    def drain_engine(self, triton: Triton, timeout_s: float) -> None:
+        """Wait until the engine's requests are answered, which it does in time."""
+        now_s = self.now_s()
+        triton.busy_until_s = min(triton.busy_until_s, now_s + timeout_s)
+        self.kernel.machine.sleep(triton.busy_until_s - now_s)
+
     def _listen(self, task: ProcessEntry) -> None:
         """Let a process of /v1 listen; the stand-ins do not."""
 

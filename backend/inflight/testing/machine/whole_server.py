@@ -43,6 +43,7 @@ from .disk import Disk, EngineBlocks
 from .endpoint_front_ends import EndpointFrontEnds
 from .front_ends import FrontEnds
 from .invariants import check_waits, checked
+from .kernel import Kernel
 from .run import ALL_FAULTS, MOST_FAULTS, PATH, RunReport, SimulatedRun
 from .scheduler import Machine, Process
 from .sockets import Network
@@ -60,6 +61,8 @@ class WholeServer(SimulatedRun):
     """
 
     _longest_s, _longest_end_s = 900.0, 120.0
+    _kernel: Kernel | None = None
+    _close_timeouts_s = (0.0, 0.5, 30.0)
 
     def __init__(self, seed: int, kept_faults: Collection[int] = ALL_FAULTS) -> None:
         scenario = draw(seed)
@@ -123,7 +126,7 @@ class WholeServer(SimulatedRun):
         machine, make = self.machine, self._make_adapters
         with (
             rare_branches.chosen_by(self._seed),
-            modules.on(machine, self.network, self._disk),
+            modules.on(machine, self.network, self._disk, self._kernel),
             patch.object(build, "make_adapters", make),
             patch.object(batch_manager, "GptManager", checked(batch_manager.GptManager, machine)),
         ):
@@ -399,7 +402,7 @@ class WholeServer(SimulatedRun):
     def _close_engine(self) -> None:
         engine, process = self._engine, self._engine_process
         assert engine is not None and process is not None
-        timeout_s = self.rng.choice([0.0, 0.5, 30.0])
+        timeout_s = self.rng.choice(self._close_timeouts_s)
         closing = self.machine.spawn(process, lambda: self._has_closed(engine.close(timeout_s)), "unload")
         while not closing.has_ended:
             self.machine.sleep(0.05)
