@@ -90,7 +90,7 @@ class _ServerWithParts(WholeServer):
     def _replace_engine(self) -> None:
         """Start another engine, and front ends whose clients find the blocks that the one before has saved."""
         super()._replace_engine()
-        for _ in range(self.rng.randint(0, 2)):
+        if self.rng.random() < 0.5:
             self._start_front_end()
 
     def draw_prompt(self, longest: int) -> list[int]:
@@ -133,7 +133,7 @@ class _LaunchedServerWithRanks(_ServerWithParts, LaunchedServer, RankedServer, S
         RankedServer._end_loop(self)
 
     def _reloadable(self, triton: Triton) -> list[str]:
-        """Return the front ends: the ranks end with the engine, which cannot be loaded again (`triton.leader`)."""
+        """Return the models of front ends: an engine with ranks is loaded only once (`triton.leader`)."""
         return super()._reloadable(triton)[1:]
 
 

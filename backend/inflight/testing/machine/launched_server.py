@@ -215,11 +215,13 @@ class LaunchedServer(WholeServer):
         """Unload a model and load it again, as requests to Triton do."""
         triton = self._launcher.triton()
         assert triton is not None
-        self._launcher.reload_model(triton, self.rng.choice(self._reloadable(triton)))
-        self._replace_engine()
+        if names := self._reloadable(triton):
+            self._launcher.reload_model(triton, self.rng.choice(names))
+            self._replace_engine()
 
     def _reloadable(self, triton: Triton) -> list[str]:
-        return sorted(triton.stubs)
+        """Return the models that can be unloaded and loaded again."""
+        return list(triton.stubs)
 
     def _end_loop(self) -> None:
         """Let the next iteration end the loop, and kill the engine's process, which does not end by itself."""
@@ -228,7 +230,11 @@ class LaunchedServer(WholeServer):
         self._kill_engine()
 
     def _end(self) -> None:
-        self._launcher.ask_to_end()
+        """Ask the launcher to end, or kill it, and check that nothing is left."""
+        if self.rng.random() < 0.2:
+            self._kill(self._launcher.process.process)
+        else:
+            self._launcher.ask_to_end()
         self._launcher.check_end()
 
     def _check_threads(self) -> None:
