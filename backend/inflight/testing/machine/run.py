@@ -23,8 +23,8 @@ class RunReport:
         simulated_s: Simulated seconds.
         num_switches: How often a simulated thread was run.
         trace: A digest of what happened and when, equal for equal seeds.
-        work: What the parts of a whole server have done: requests answered with tokens by kind of front end,
-            ranks, guides compiled, adapters read and KV blocks loaded.
+        work: Counts of what the parts of a whole server have done: requests answered with tokens by kind of front
+            end, ranks, guides compiled, adapters read, KV blocks loaded, and starts of the server.
     """
 
     num_requests: int

@@ -3,8 +3,9 @@
 Every seed makes scenarios of requests, stops and failures of the device for the scheduler. Each runs on four
 kinds of device and with three kinds of models. Then a whole server runs on a simulated machine, with its threads,
 processes and sockets, one with several ranks, one with Triton's front ends, one with those of /v1, one with
-guides, and one with all of these parts. Every request must get the result that it gets alone. Last, a server's processes and an engine's ranks are
-killed and stopped, and the supervision restarts and ends them.
+guides, and one with all of these parts and its launcher. Every request must get the result that it gets alone.
+Last, a server's processes and an engine's ranks are killed and stopped, and the supervision restarts and ends
+them.
 """
 
 from __future__ import annotations
