@@ -1,8 +1,8 @@
-"""A whole server with all its parts at the same time: every kind of front end, several ranks, guides, adapters and
-saved blocks.
+"""A whole server with all its parts at the same time: every kind of front end, several ranks, guides, adapters,
+saved blocks and the launcher.
 
 The parts are those of the other simulations of a whole server, whose classes check their own parts here as well.
-Half of the seeds have all parts, the others some of them.
+Half of the seeds have all parts, most of these also the launcher. The others have some of the parts.
 """
 
 # pyright: reportPrivateUsage=false
@@ -31,7 +31,7 @@ from .whole_server import WholeServer
 _KINDS = (EndpointFrontEnds, TritonFrontEnds, OpenAiFrontEnds)
 _NUM_BEGINNINGS, _LONGEST = 3, 30  # of prompts
 _GUARD_S = 10.0  # until a guard has ended a server
-_COMPLETE = 0.5  # probability that a server has all parts
+_COMPLETE, _LAUNCHED = 0.5, 0.7  # probabilities: that a server has all parts, and of these also the launcher
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Parts:
         """Return the parts that a seed chooses."""
         rng = random.Random(f"parts {seed}")
         if rng.random() < _COMPLETE:
-            return cls(_KINDS, True, rng.random() < 0.7, True, True, True)
+            return cls(_KINDS, True, rng.random() < _LAUNCHED, True, True, True)
         kinds = tuple(rng.sample(_KINDS, rng.randint(1, len(_KINDS))))
         return cls(kinds, *(rng.random() < 0.5 for _ in range(5)))
 
@@ -125,6 +125,8 @@ class _LaunchedServerWithRanks(_ServerWithParts, LaunchedServer, RankedServer, S
 
     def _replace_lost_ranks(self, ranks: Sequence[Process], longest_s: float) -> None:
         super()._replace_lost_ranks(ranks, longest_s + _GUARD_S)
+
+    # With several ranks any of them may be lost, as without a launcher.
 
     def _kill_engine(self) -> None:
         RankedServer._kill_engine(self)
