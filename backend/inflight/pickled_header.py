@@ -71,14 +71,14 @@ class _HeaderUnpickler(pickle._Unpickler):  # pyright: ignore[reportPrivateUsage
         _, dtype, *_ = pid
         return str(dtype)
 
-    def find_class(self, module_name: str, global_name: str) -> Callable[..., Any] | str:
+    def find_class(self, module: str, name: str) -> Callable[..., Any] | str:
         """Return the function that makes a tensor's header, or the dtype of a class of storages."""
-        known = _FUNCTIONS.get((module_name, global_name))
+        known = _FUNCTIONS.get((module, name))
         if known is not None:
             return known
-        if module_name == "torch" and global_name in _DTYPES:
-            return _DTYPES[global_name]
-        raise pickle.UnpicklingError(f"{module_name}.{global_name} is not a part of a tensor")
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
+        raise pickle.UnpicklingError(f"{module}.{name} is not a part of a tensor")
 
 
 def _tensor(dtype: object, offset: int, shape: tuple[int, ...], *_: object) -> TensorHeader:
