@@ -45,19 +45,19 @@ explain_at_once() {
 # A client's tools are not installed into the environment of a server that may be running. They get an environment of
 # their own, unless there is the tests' environment, which has them, too.
 bootstrap() {
-  local purpose=$1 stamp wanted
+  local purpose=$1 wanted
   [ "$purpose" != client ] || are_tests_installed || VENV="$ROOT/.venv-client"
   if [ "${2:-}" = --no-venv ]; then use_active_environment; else use_venv_if_made; fi
   wanted="$(fingerprint)"
-  if [ -n "$PYTHON" ]; then
-    # The tests' environment has all packages.
-    for stamp in "$(stamp_file "$purpose")" "$(stamp_file test)"; do
-      [ ! -f "$stamp" ] || [ "$(<"$stamp")" != "$wanted" ] || return 0
-    done
-  fi
+  [ -z "$PYTHON" ] || ! is_installed "$purpose" "$wanted" || return 0
   # Two processes must not install into the same environment at the same time.
   exec 9<"$ROOT"
-  command -v flock >/dev/null && flock 9
+  if command -v flock >/dev/null && ! flock -n 9; then
+    say "waiting for another command, which installs into $VENV"
+    flock 9
+    [ "${2:-}" = --no-venv ] || use_venv_if_made
+    if [ -n "$PYTHON" ] && is_installed "$purpose" "$wanted"; then exec 9<&-; return 0; fi
+  fi
   [ -n "$PYTHON" ] || make_venv
   [ "$purpose" = client ] || ensure_libpython
   # The tests send requests with curl, like readers of README.md.
@@ -72,6 +72,16 @@ bootstrap() {
   install "$purpose"
   printf '%s' "$wanted" >"$(stamp_file "$purpose")"
   exec 9<&-
+}
+
+# is_installed PURPOSE FINGERPRINT: whether the environment has the packages for this purpose. The tests' environment
+# has all packages.
+is_installed() {
+  local stamp
+  for stamp in "$(stamp_file "$1")" "$(stamp_file test)"; do
+    [ ! -f "$stamp" ] || [ "$(<"$stamp")" != "$2" ] || return 0
+  done
+  return 1
 }
 
 are_tests_installed() {

@@ -497,7 +497,10 @@ def test_a_decoder_without_the_tokens_of_scores(tmp_path: Path) -> None:
         wanted = Wanted(model, settings=settings)
         return [*preflight.problems(ServerOptions(wanted=wanted, openai=OpenAiOptions(convert="classify")))]
 
-    told = "--convert classify: this model's tokenizer has no token 'yes', of which scores are made"
+    told = (
+        "--convert classify: this model's tokenizer has no token 'yes', of which scores are made: name a reranker "
+        "by --model"
+    )
     assert told_of(DEMO_MODEL) == told_of(None) == [told]
     reranker = make_qwen3(tmp_path / "reranker")
     assert told_of(reranker) == []

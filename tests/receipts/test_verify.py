@@ -103,7 +103,8 @@ def test_signatures(run: Verify, receipt: Receipt, tmp_path: Path) -> None:
     code, (line,) = run(signed, "--key", str(tmp_path / "missing"))
     assert (code, line) == (
         2,
-        "cannot be re-run: the key file of receipts cannot be read: No such file or directory",
+        f"cannot be re-run: the key file of receipts '{tmp_path}/missing' cannot be read: "
+        "No such file or directory",
     )
 
 

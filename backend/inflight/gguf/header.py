@@ -151,7 +151,9 @@ def _open(path: Path) -> Any:
     except OSError as error:
         raise ConfigError(f"{path}: the GGUF file cannot be read: {error}") from error
     except (ValueError, IndexError, KeyError, TypeError, OverflowError) as error:
-        raise ConfigError(f"{path} is not a complete GGUF file of version 2 or 3: {error}") from error
+        raise ConfigError(
+            f"{path} is not a complete GGUF file of version 2 or 3: download it again ({error})"
+        ) from error
 
 
 def _values(reader: Any) -> dict[str, Any]:

@@ -20,13 +20,16 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
         stored = pickled_tensors(folder / PICKLED)
         if not stored:
             raise ConfigError(
-                f"{folder / PICKLED} is not a whole file of tensors that torch.save has written"
+                f"{folder / PICKLED} is not a whole file of tensors that torch.save has written: download it "
+                "again"
             )
         return stored
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        found = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
-        raise ConfigError(f"{folder}: speculative_model_dir has {found}, expected model.safetensors")
+        names = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
+        raise ConfigError(
+            f"{folder}: speculative_model_dir has {names}, expected model.safetensors or {PICKLED}"
+        )
     found: dict[str, TensorHeader] = {}
     for file in files:
         of_file = stored_tensors(file)

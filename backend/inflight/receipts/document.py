@@ -211,7 +211,9 @@ def read_key(file: Path) -> bytes:
     try:
         key = file.read_bytes()
     except OSError as error:
-        raise InvalidArgument(f"the key file of receipts cannot be read: {error.strerror}") from error
+        raise InvalidArgument(
+            f"the key file of receipts {str(file)!r} cannot be read: {error.strerror}"
+        ) from error
     if not key:
         raise InvalidArgument("the key file of receipts is empty")
     return key

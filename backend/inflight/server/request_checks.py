@@ -9,6 +9,7 @@ inflight.server.request_checks TARGET.so` compiles it for a tritonserver that an
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,8 @@ def compile_checks(target: Path) -> Path:
     if done.returncode != 0:
         said = done.stderr.decode(errors="replace").strip().splitlines()
         first = next((line for line in said if "error" in line), said[0] if said else "no word")
+        if done.returncode == -signal.SIGINT:  # Ctrl-C ended the compiler, too
+            raise KeyboardInterrupt
         raise CannotCompile(f"{compiler} failed with status {done.returncode}: {first.strip()}")
     return target
 

@@ -17,5 +17,7 @@ def _token_id(tokenizer: Tokenizer, word: str) -> int:
     except InvalidArgument:  # it cannot spell the word
         ids = []
     if len(ids) != 1:
-        raise ConfigError(f"this model's tokenizer has no token {word!r}, of which scores are made")
+        raise ConfigError(
+            f"this model's tokenizer has no token {word!r}, of which scores are made: name a reranker by --model"
+        )
     return ids[0]
