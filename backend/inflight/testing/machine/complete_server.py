@@ -35,7 +35,7 @@ _COMPLETE, _LAUNCHED = 0.5, 0.7  # probabilities: that a server has all parts, a
 
 
 @dataclass(frozen=True)
-class Parts:
+class ServerParts:
     """The parts that the server of a seed has.
 
     Attributes:
@@ -55,7 +55,7 @@ class Parts:
     saves_blocks: bool
 
     @classmethod
-    def of(cls, seed: int) -> Parts:
+    def of(cls, seed: int) -> ServerParts:
         """Return the parts that a seed chooses."""
         rng = random.Random(f"parts {seed}")
         if rng.random() < _COMPLETE:
@@ -68,7 +68,7 @@ class _ServerWithParts(WholeServer):
     """Gives a server the parts of its seed."""
 
     def __init__(self, seed: int, kept_faults: Collection[int] = ALL_FAULTS) -> None:
-        self._parts = Parts.of(seed)
+        self._parts = ServerParts.of(seed)
         super().__init__(seed, kept_faults)
         self._beginnings = [
             super(_ServerWithParts, self).draw_prompt(_LONGEST) for _ in range(_NUM_BEGINNINGS)
@@ -116,11 +116,11 @@ class _ServerWithRanks(_ServerWithParts, RankedServer, ServerWithGuides):
     """A server with an engine of several ranks."""
 
 
-class _LaunchedServer(_ServerWithParts, LaunchedServer, ServerWithGuides):
+class _ServerWithLauncher(_ServerWithParts, LaunchedServer, ServerWithGuides):
     """A server with an engine of one rank, and with its launcher."""
 
 
-class _LaunchedServerWithRanks(_ServerWithParts, LaunchedServer, RankedServer, ServerWithGuides):
+class _ServerWithRanksAndLauncher(_ServerWithParts, LaunchedServer, RankedServer, ServerWithGuides):
     """A server with an engine of several ranks, and with its launcher."""
 
     def _replace_lost_ranks(self, ranks: Sequence[Process], longest_s: float) -> None:
@@ -142,8 +142,8 @@ class _LaunchedServerWithRanks(_ServerWithParts, LaunchedServer, RankedServer, S
 _CLASSES: dict[tuple[bool, bool], type[_ServerWithParts]] = {
     (False, False): _ServerWithOneRank,
     (True, False): _ServerWithRanks,
-    (False, True): _LaunchedServer,
-    (True, True): _LaunchedServerWithRanks,
+    (False, True): _ServerWithLauncher,
+    (True, True): _ServerWithRanksAndLauncher,
 }
 """The classes of servers: with or without several ranks, with or without a launcher."""
 
@@ -152,7 +152,7 @@ class CompleteServer(SimulatedRun):
     """One run of a server with all parts, or with some of them."""
 
     def __init__(self, seed: int, kept_faults: Collection[int] = ALL_FAULTS) -> None:
-        parts = Parts.of(seed)
+        parts = ServerParts.of(seed)
         self._server = _CLASSES[parts.has_ranks, parts.has_launcher](seed, kept_faults)
         self.faults = self._server.faults
 

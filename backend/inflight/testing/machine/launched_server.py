@@ -66,7 +66,7 @@ class _ServersPrograms(Programs):
         self._server.end_front_end(task.process)
 
 
-class _End:
+class _ProcessEnd:
     """Calls a function when a process ends."""
 
     def __init__(self, process: Process, function: Callable[[], object]) -> None:
@@ -122,7 +122,7 @@ class LaunchedServer(WholeServer):
             if process is self._engine_process:
                 self._engine = None
 
-        _End(process, forget)
+        _ProcessEnd(process, forget)
         self._run_engine(process)
         while self._engine is None:
             self.machine.sleep(0.05)
@@ -136,7 +136,7 @@ class LaunchedServer(WholeServer):
         """Run a front end in a process, and return when it serves."""
         made = next(each for each in self._kinds if isinstance(each, kind))
         self._front_ends[process] = made
-        _End(process, lambda: self.users_left.pop(process, None))
+        _ProcessEnd(process, lambda: self.users_left.pop(process, None))
         made.start(process)
         while not made.is_up(process):
             self.machine.sleep(0.05)
