@@ -34,9 +34,10 @@ _DTYPES = {
 """The dtypes by the names of torch's storages, with the names of the safetensors format."""
 
 
-def reads_pickled(folder: Path) -> bool:
-    """Return whether the weights in `folder` are read from pytorch_model.bin, as it has no safetensors file."""
-    return (folder / PICKLED).is_file() and not any(folder.glob("*.safetensors"))
+def pickled_file(folder: Path) -> Path | None:
+    """Return pytorch_model.bin if the weights in `folder` are read from it; None: there are others, or none."""
+    path = folder / PICKLED
+    return path if path.is_file() and not any(folder.glob("*.safetensors")) else None
 
 
 def pickled_tensors(path: Path) -> dict[str, TensorHeader]:

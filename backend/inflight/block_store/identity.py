@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
 
-from inflight.pickled_header import PICKLED, reads_pickled
+from inflight.pickled_header import pickled_file
 from inflight.safetensors_header import tensor_ranges
 
 _WHOLE_BYTES = 8 << 20
@@ -37,9 +37,9 @@ def cache_identity(folders: Mapping[str, Path], settings: Mapping[str, object]) 
     for name, value in sorted(settings.items()):
         _add(found, f"{name}={value}".encode())
     for prefix, folder in sorted(folders.items()):
+        pickled = pickled_file(folder)
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-            is_read = path.suffix in _SUFFIXES or (path.name == PICKLED and reads_pickled(folder))
-            if is_read and path.is_file():
+            if (path.suffix in _SUFFIXES or path == pickled) and path.is_file():
                 _add(found, (prefix + path.name).encode())
                 _add(found, _sample(path))
     return found.hexdigest()

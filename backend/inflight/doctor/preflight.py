@@ -102,7 +102,7 @@ def problems(options: ServerOptions, root: Path = Path("/")) -> Iterator[str]:
         or _memory(options, parameters, root)
         or _weights(options, engine)
         or _tokenizer(options)
-        or _head(options, engine)
+        or _classes_or_scores(options, engine)
         or _draft_folder(engine)
         or _ranks(parameters)
     )
@@ -451,7 +451,7 @@ def _tokenizer(options: ServerOptions) -> str | None:
     return None
 
 
-def _head(options: ServerOptions, engine: EngineConfig | None) -> str | None:
+def _classes_or_scores(options: ServerOptions, engine: EngineConfig | None) -> str | None:
     """Return why a checkpoint for sequence classification cannot classify, or why a decoder makes no scores."""
     model = options.wanted.model or (None if engine is None else engine.gpt_model_path)
     if model is None or not ((folder := Path(model)) / "config.json").is_file():

@@ -23,7 +23,7 @@ from inflight.checkpoint_config import ConfigFile, instead_of_gguf
 from inflight.errors import ConfigError
 from inflight.gguf.folder import is_gguf
 from inflight.models.levels import Levels, MatrixKind
-from inflight.pickled_header import PICKLED, pickled_tensors, reads_pickled
+from inflight.pickled_header import pickled_file
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -68,8 +68,8 @@ class Checkpoint:
 
     Args:
         folder: The checkpoint's folder.
-        may_be_pickled: Whether the tensors may be in pytorch_model.bin if there is no safetensors file. No code in
-            the file is run.
+        may_be_pickled: Whether the tensors may be in pytorch_model.bin if there is no safetensors file. The caller
+            has checked the file with `pickled_tensors`. No code in the file is run.
 
     Attributes:
         tensors: File, shape and dtype of each tensor.
@@ -87,9 +87,9 @@ class Checkpoint:
         self.levels: dict[str, LevelsOfFile] = {}
         self.left_out: Counter[str] = Counter()
         try:
-            if may_be_pickled and reads_pickled(folder):
-                self._files[PICKLED] = _PickledFile(folder / PICKLED)
-                self.tensors = self._files[PICKLED].described()
+            if may_be_pickled and (pickled := pickled_file(folder)) is not None:
+                self._files[pickled.name] = _PickledFile(pickled)
+                self.tensors = self._files[pickled.name].described()
                 return
             # In transformers' order: if a tensor is in two files, the last file is used.
             for name, expected in sorted(_file_names(folder).items()):
@@ -191,18 +191,17 @@ class _PickledFile:
     """A mapped file of `torch.save`, with the method of safetensors' open files by which tensors are read."""
 
     def __init__(self, path: Path) -> None:
-        """Map the file; raise ConfigError if it is damaged or has other things than tensors in it."""
-        self._path = path
+        """Map the file; raise ConfigError if it is damaged, or would run code."""
+        self._name = path.name
         try:
             self._tensors: dict[str, Tensor] = torch.load(path, "cpu", weights_only=True, mmap=True)
         except Exception as error:  # of any class, for damaged files
             raise ConfigError(f"{path} cannot be read: {error}") from error
 
     def described(self) -> dict[str, TensorInfo]:
-        headers = pickled_tensors(self._path)
         return {
-            name: TensorInfo(self._path.name, header.shape, _FLOAT_DTYPES.get(header.dtype, header.dtype))
-            for name, header in headers.items()
+            name: TensorInfo(self._name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            for name, tensor in self._tensors.items()
         }
 
     def get_tensor(self, name: str) -> Tensor:

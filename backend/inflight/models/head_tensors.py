@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from inflight.errors import ConfigError
-from inflight.pickled_header import PICKLED, pickled_tensors, reads_pickled
+from inflight.pickled_header import PICKLED, pickled_file, pickled_tensors
 from inflight.safetensors_header import TensorHeader, stored_tensors
 
 
@@ -16,12 +16,12 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     Raises:
         ConfigError: The folder has no such file, or a damaged one.
     """
-    if reads_pickled(folder):
-        stored = pickled_tensors(folder / PICKLED)
+    pickled = pickled_file(folder)
+    if pickled is not None:
+        stored = pickled_tensors(pickled)
         if not stored:
             raise ConfigError(
-                f"{folder / PICKLED} is not a whole file of tensors that torch.save has written: download it "
-                "again"
+                f"{pickled} is not a whole file of tensors that torch.save has written: download it again"
             )
         return stored
     files = sorted(folder.glob("*.safetensors"))

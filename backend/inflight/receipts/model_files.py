@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inflight.errors import InflightError, Unavailable
-from inflight.pickled_header import PICKLED, reads_pickled
+from inflight.pickled_header import pickled_file
 from inflight.user_cache import cache_folder, mark_used, remove_unused
 
 _SUFFIXES = frozenset({".json", ".safetensors", ".gguf", ".model", ".txt", ".jinja", ".plan", ".engine"})
@@ -54,9 +54,9 @@ class ModelFiles:
     def __init__(self, folders: Mapping[str, Path]) -> None:
         self._files: dict[str, tuple[Path, _FileState]] = {}
         for prefix, folder in folders.items():
+            pickled = pickled_file(folder)
             for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-                is_read = path.suffix in _SUFFIXES or (path.name == PICKLED and reads_pickled(folder))
-                if is_read and path.is_file():
+                if (path.suffix in _SUFFIXES or path == pickled) and path.is_file():
                     self._files[prefix + path.name] = path.resolve(), _FileState.of(path)
 
     def digests(

@@ -44,11 +44,11 @@ def compile_checks(target: Path) -> Path:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CannotCompile(f"{compiler} cannot be run: {error}") from error
+    if done.returncode == -signal.SIGINT:  # Ctrl-C ended the compiler, too
+        raise KeyboardInterrupt
     if done.returncode != 0:
         said = done.stderr.decode(errors="replace").strip().splitlines()
         first = next((line for line in said if "error" in line), said[0] if said else "no word")
-        if done.returncode == -signal.SIGINT:  # Ctrl-C ended the compiler, too
-            raise KeyboardInterrupt
         raise CannotCompile(f"{compiler} failed with status {done.returncode}: {first.strip()}")
     return target
 

@@ -155,7 +155,7 @@ class Admission:
             self._kv_cache.loader.begin_batch()
         self._num_cached.clear()
         passed: list[tuple[LlmRequest, bool]] = []
-        num_loading = 0  # of those passed
+        num_passed = {True: 0, False: 0}  # by whether they wait for saved blocks
         is_filled = bool(self._running.sequences)
         pages, claimed = self._running.adapter_pages, None
         for llm_request in self._in_turn(retrying):
@@ -168,14 +168,10 @@ class Admission:
                     claimed = pages.claim(llm_request.group.adapter)
                 if found is _Obstacle.SAVED_BLOCKS:
                     self._load_saved_blocks(llm_request)
-                is_loading = found is _Obstacle.SAVED_BLOCKS or (
-                    found is _Obstacle.PROMISED_BLOCK and self._kv_cache.is_loading(llm_request.key)
-                )
-                has_room = (
-                    num_loading < _MAX_LOADING if is_loading else len(passed) - num_loading < _MAX_PASSED_OVER
-                )
-                if found in _PASSED_OVER and has_room:
-                    num_loading += is_loading
+                is_loading = self._awaits_saved_blocks(found, llm_request)
+                most = _MAX_LOADING if is_loading else _MAX_PASSED_OVER
+                if found in _PASSED_OVER and num_passed[is_loading] < most:
+                    num_passed[is_loading] += 1
                     passed.append((llm_request, bool(self.waiting.remove(llm_request))))
                     continue
                 break
@@ -228,6 +224,12 @@ class Admission:
         if match.is_saved and not (fills_batch or is_retry):
             return _Obstacle.SAVED_BLOCKS
         return match, num_blocks
+
+    def _awaits_saved_blocks(self, found: _Obstacle, llm_request: LlmRequest) -> bool:
+        """Return whether the sequence's obstacle is that saved blocks are, or will be, loaded."""
+        if found is _Obstacle.PROMISED_BLOCK:
+            return self._kv_cache.is_loading(llm_request.key)
+        return found is _Obstacle.SAVED_BLOCKS
 
     def _load_saved_blocks(self, llm_request: LlmRequest) -> None:
         match = self.blocks_needed(llm_request)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from .whole_server import WholeServer
 
 
-class FrontEnds:
+class FrontEnds(ABC):
     """All front ends of one kind in a run, with their clients.
 
     Args:
@@ -38,25 +39,25 @@ class FrontEnds:
         """Replace what the machine does not have, while the server runs."""
         yield
 
+    @abstractmethod
     def start(self, process: Process) -> None:
-        """Be a front end in a new process, with the clients that `draw_users` counts."""
-        raise NotImplementedError
+        """Start a front end in a new process, with as many clients as `draw_users` returns."""
 
     def is_up(self, process: Process) -> bool:
         """Return whether a front end serves, so that it can be ended in order."""
         return False
 
-    def end(self, process: Process) -> None:
+    def end(self, process: Process) -> None:  # noqa: B027 - not every kind has something to do
         """End a front end that is up in order, and wait until it has ended."""
 
     def hold_something(self) -> bool:
         """Return whether front ends that run hold something of requests that have ended."""
         return False
 
-    def check_answers(self) -> None:
+    def check_answers(self) -> None:  # noqa: B027 - not every kind has something to do
         """Check what the clients got, once all have their answers."""
 
-    def check_end(self) -> None:
+    def check_end(self) -> None:  # noqa: B027 - not every kind has something to do
         """Check what is only known when the machine has ended."""
 
     @property

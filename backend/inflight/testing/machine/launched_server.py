@@ -24,7 +24,7 @@ from inflight.server.ports import Ports
 from .endpoint_front_ends import EndpointFrontEnds
 from .front_ends import FrontEnds
 from .kernel import ProcessEntry
-from .launcher import Launcher
+from .launcher import RECOVERED_S, Launcher
 from .openai_server import OpenAiFrontEnds
 from .run import ALL_FAULTS, PATH, RunReport
 from .scheduler import Process
@@ -33,7 +33,6 @@ from .triton_server import TritonFrontEnds
 from .whole_server import FAULTS, WholeServer
 
 _ENGINE = "tensorrt_llm"
-_RECOVERED_S = 150.0
 _ALWAYS = 10**6  # restarts: starts may fail for as long as a fault lasts
 
 
@@ -67,14 +66,14 @@ class _ServersPrograms(Programs):
 
 
 class _ProcessEnd:
-    """Calls a function when a process ends."""
+    """A resource of a process which calls a function when the process ends or is killed."""
 
     def __init__(self, process: Process, function: Callable[[], object]) -> None:
         self._function = function
         process.resources[id(self)] = self
 
     def end_with_process(self) -> None:
-        """Call the function."""
+        """Call the function, as the machine calls this for each resource of a process that has ended."""
         self._function()
 
 
@@ -170,7 +169,7 @@ class LaunchedServer(WholeServer):
 
     def _replace_engine(self) -> None:
         """Wait until the launcher has started again what is lost."""
-        is_up = self._launcher.wait(_RECOVERED_S, self._is_up)
+        is_up = self._launcher.wait(RECOVERED_S, self._is_up)
         assert is_up, f"the server is not up again\n{self._launcher.describe()}"
 
     def _is_up(self) -> bool:

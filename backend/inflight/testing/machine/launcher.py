@@ -36,7 +36,7 @@ from .scheduler import Machine
 from .server_programs import Programs, Triton
 from .supervision_rules import check_end, check_lines, check_restarts
 
-_RECOVERED_S = 150.0  # until everything runs again after the last fault
+RECOVERED_S = 150.0  # until everything runs again after the last fault
 _KEEPER_S = 30.0  # until nothing is left of a launcher that was killed
 _HURRY_S = 8.0  # from a second signal to the end
 _KILL_S = 3.0  # in addition to the exit timeout
@@ -120,7 +120,7 @@ class Launcher:
             shutil.rmtree(self._disk, ignore_errors=True)
 
     def start(self) -> None:
-        """Start the launcher's process."""
+        """Start `scripts/serve` as a simulated process, without waiting for it."""
         self.kernel.start(["serve"], {}, program=self._be_launcher)
 
     def wait_for_start(self) -> None:
@@ -230,10 +230,7 @@ class Launcher:
 
     def wait(self, longest_s: float, condition: Callable[[], bool]) -> bool:
         """Wait until a condition is true, for at most `longest_s` seconds; return whether it is."""
-        deadline_ns = self.machine.now_ns + int(longest_s * 1e9)
-        while not condition() and self.machine.now_ns < deadline_ns:
-            self.machine.sleep(0.05)
-        return condition()
+        return self.machine.wait_until(condition, longest_s, every_s=0.05)
 
     def ask_to_end(self) -> bool:
         """Send the launcher a signal to end, and sometimes a second one."""
@@ -250,7 +247,7 @@ class Launcher:
 
     def check_recovery(self) -> None:
         """Check that after the last fault everything runs again, or the supervision has ended."""
-        assert self.wait(_RECOVERED_S, lambda: self.is_up() or not self.is_running()), (
+        assert self.wait(RECOVERED_S, lambda: self.is_up() or not self.is_running()), (
             f"the server is not up again\n{self.describe()}"
         )
         self.machine.sleep(2.0)

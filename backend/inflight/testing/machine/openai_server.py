@@ -101,7 +101,7 @@ class _HttpFrontEnd:
 
 
 class OpenAiFrontEnds(FrontEnds):
-    """Front ends of /v1.
+    """Processes that run the real code of /v1, and the HTTP clients that send them requests.
 
     Attributes:
         asks: The requests of clients by name.
@@ -200,10 +200,10 @@ class OpenAiFrontEnds(FrontEnds):
         assert front_end.server is not None
         front_end.drained_ns = self.machine.now_ns
         front_end.server.handle_exit(signal.SIGTERM, None)
-        end_ns = self.machine.now_ns + int((front_end.exit_timeout_s + _UNLOADED_S) * 1e9)
-        while not front_end.ended_ns and self.machine.now_ns < end_ns:
-            self.machine.sleep(0.1)
-        assert front_end.ended_ns, "a front end does not end"
+        longest_s = front_end.exit_timeout_s + _UNLOADED_S
+        assert self.machine.wait_until(lambda: bool(front_end.ended_ns), longest_s), (
+            "a front end does not end"
+        )
         assert not _holds_something(front_end), (
             f"a front end that has ended holds {_holds_something(front_end)}"
         )

@@ -285,7 +285,7 @@ class OrchestratedRanks(SimulatedRun):
         """Cause faults, check that the engine comes back, and end it."""
         machine, rng = self.machine, self.rng
         first = self._start_model()
-        self._wait(60.0, lambda: first in self._made or first.status is not None)
+        self.machine.wait_until(lambda: first in self._made or first.status is not None, 60.0)
         if first.status is not None:
             self._first_failed = True
         else:
@@ -297,16 +297,18 @@ class OrchestratedRanks(SimulatedRun):
             self._is_over = True
             machine.sleep(_NOTICED_S)
             if self._model() is not None:
-                assert self._wait(_RECOVERED_S, lambda: self._answers() or self._model() is None), (
-                    self._describe()
-                )
+                assert self.machine.wait_until(
+                    lambda: self._answers() or self._model() is None, _RECOVERED_S
+                ), self._describe()
         self._is_over = True
         while (model := self._model()) is not None:
             self._closing.add(model)
-            assert self._wait(_ENDED_S + _UNLOAD_S, lambda model=model: model.status is not None), (
-                self._describe()
-            )
-        assert self._wait(30.0, lambda: not self._left()), f"left: {self._left()}\n{self._describe()}"
+            assert self.machine.wait_until(
+                lambda model=model: model.status is not None, _ENDED_S + _UNLOAD_S
+            ), self._describe()
+        assert self.machine.wait_until(lambda: not self._left(), 30.0), (
+            f"left: {self._left()}\n{self._describe()}"
+        )
         if not self._has_control:
             self._check_pauses()
         self._is_done = True
@@ -333,12 +335,6 @@ class OrchestratedRanks(SimulatedRun):
         """Return the model's newest process that runs; None if the model is not loaded."""
         return next((each for each in self._models[::-1] if each.status is None), None)
 
-    def _wait(self, longest_s: float, condition: Callable[[], bool]) -> bool:
-        deadline_ns = self.machine.now_ns + int(longest_s * 1e9)
-        while not (is_true := condition()) and self.machine.now_ns < deadline_ns:
-            self.machine.sleep(0.1)
-        return is_true
-
     def _answers(self) -> bool:
         """Whether a request to the newest process is answered with tokens; waits for the answer."""
         model = self._model()
@@ -354,7 +350,7 @@ class OrchestratedRanks(SimulatedRun):
             mine.append(True)
 
         self.machine.spawn(model.process, ask, "asking")
-        self._wait(5.0, lambda: any(each.is_final for each in answers))
+        self.machine.wait_until(lambda: any(each.is_final for each in answers), 5.0)
         return bool(answers) and answers[-1].error is None
 
     def _describe(self) -> str:

@@ -214,7 +214,7 @@ class RankedServer(WholeServer):
         if self._engine is None:
             return
         ranks, device = self._ranks, self._let_loop_die()
-        if not self._is_true_within(30.0, lambda: device.has_died):  # there was no iteration
+        if not self.machine.wait_until(lambda: device.has_died, 30.0):  # there was no iteration
             self._kill(ranks[0])
         self._replace_lost_ranks(ranks, _NOTICED_S)
 
@@ -222,20 +222,13 @@ class RankedServer(WholeServer):
         """Check that all ranks end at most `longest_s` after one of them is lost, and start new ones."""
         if ranks is self._ranks:
             self._engine = None
-        have_ended = self._is_true_within(longest_s, lambda: not any(each.is_alive for each in ranks))
+        have_ended = self.machine.wait_until(lambda: not any(each.is_alive for each in ranks), longest_s)
         assert have_ended, "ranks go on although one is lost"
         self._replace_engine()
 
-    def _is_true_within(self, longest_s: float, condition: Callable[[], bool]) -> bool:
-        """Wait until a condition is true, for at most `longest_s` seconds; return whether it is."""
-        deadline_ns = self.machine.now_ns + int(longest_s * 1e9)
-        while not condition() and self.machine.now_ns < deadline_ns:
-            self.machine.sleep(0.1)
-        return condition()
-
     def _close_engine(self) -> None:
         super()._close_engine()
-        have_ended = self._is_true_within(_NOTICED_S, lambda: all(each.has_ended for each in self._mains))
+        have_ended = self.machine.wait_until(lambda: all(each.has_ended for each in self._mains), _NOTICED_S)
         assert have_ended, "a rank does not end with rank 0"
         batches = [device.batches for device in self._devices]
         assert all(each == batches[0] for each in batches), "the ranks computed different batches"

@@ -245,6 +245,22 @@ class Machine:
         """Let the current fiber wait."""
         self.sleep_until_woken(max(0.0, seconds))
 
+    def wait_until(self, condition: Callable[[], bool], longest_s: float, every_s: float = 0.1) -> bool:
+        """Let the current fiber wait until a condition is true, for at most `longest_s` seconds.
+
+        Args:
+            condition: Checked every `every_s` seconds.
+            longest_s: Maximum time in seconds.
+            every_s: Time between two checks in seconds.
+
+        Returns:
+            Whether the condition is true.
+        """
+        deadline_ns = self.now_ns + int(longest_s * 1e9)
+        while not (is_true := condition()) and self.now_ns < deadline_ns:
+            self.sleep(every_s)
+        return is_true
+
     # ---------------------------------------------------------------- for everyone
 
     def refuses_memory(self) -> bool:

@@ -138,7 +138,7 @@ class Ask:
 
 
 class TritonFrontEnds(FrontEnds):
-    """Front ends of Triton's models.
+    """Processes of Triton's models that run the real front end, and the clients that send them requests.
 
     Attributes:
         asks: The requests of clients by name.
@@ -270,10 +270,7 @@ class TritonFrontEnds(FrontEnds):
         """Unload a front end's model."""
         _, asks, main = self._stubs[process]
         asks.put(None)
-        end_ns = self.machine.now_ns + int(_UNLOADED_S * 1e9)
-        while not main.has_ended and self.machine.now_ns < end_ns:
-            self.machine.sleep(0.1)
-        assert main.has_ended, "a front end does not end"
+        assert self.machine.wait_until(lambda: main.has_ended, _UNLOADED_S), "a front end does not end"
 
     # ---------------------------------------------------------------- promises
 
