@@ -32,6 +32,11 @@ class Processes:
         """Return all except the process that compiles guides, which starts with the first guide."""
         return self.all - {self.by_name.get("guides")}
 
+    @property
+    def outputs(self) -> dict[str, str]:
+        """Return the file or pipe that is the stderr of each process, by name."""
+        return {name: os.readlink(f"/proc/{pid}/fd/2") for name, pid in self.by_name.items()}
+
     def signal(self, name: str, number: int) -> None:
         os.kill(self.by_name[name], number)
 

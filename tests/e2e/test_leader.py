@@ -15,6 +15,7 @@ from tests.commands import command
 from .clients import Stream, ask, completion
 from .conftest import REPOSITORY
 from .footprint import folder_of, left_of
+from .rank_processes import Processes
 
 LEADER = ServerOptions(tp=2, mode="leader", exit_timeout_s=300)
 SETTINGS = {"max_tokens_in_paged_kv_cache": "16384"}
@@ -34,6 +35,8 @@ def workers(folder: Path) -> list[int]:
 def test_ranks_under_one_mpirun_answer_like_one_rank_and_end_in_order(elsewhere, exact_server):
     with serve(dtype="float32", settings=SETTINGS, options=LEADER) as leader:
         assert len(workers(folder_of(leader))) == 1
+        outputs = {os.readlink(f"/proc/{leader.pid}/fd/{number}") for number in (1, 2)}
+        assert outputs == {Processes.of(leader).outputs["mpirun"]}  # mpirun does not copy the log
         assert_equal_answers(leader, exact_server)
         with Stream(leader.grpc) as stream:
             stream.send(

@@ -174,6 +174,12 @@ def test_two_ranks_follow_guides_and_wait_for_them_together(server, exact_server
     assert tokens(server) == tokens(exact_server)
 
 
+def test_ranks_write_their_log_past_mpirun(server):
+    """mpirun never frees the output that it copies."""
+    outputs = Processes.of(server).outputs
+    assert outputs["rank 0"] == outputs["rank 1"] == outputs["mpirun"]
+
+
 def test_statistics_of_the_ranks_are_on_the_metrics_page(server):
     def num_seen() -> float:
         page = urllib.request.urlopen(f"http://{server.metrics}/metrics").read().decode()

@@ -23,6 +23,13 @@ SHARED_MEMORY = "OMPI_MCA_btl_sm_backing_directory"
 """The environment variable for the folder in which ranks of one host share memory; killed ranks leave files in
 it."""
 
+LOG_PAST_MPIRUN = 'read -r parent </proc/$PPID/comm; log=/proc/$PPID/fd/2; \
+if [ "$parent" != prted ] && [ -p "$log" ] && [ -w "$log" ]; then exec 2>"$log"; fi; '
+"""Shell commands that replace a rank's stderr by the pipe into which its parent mpirun would copy it.
+
+mpirun 5.0 never frees the output that it copies. Nothing changes if mpirun's stderr is a file, which ranks and
+mpirun would overwrite, or on other hosts, where the parent is mpirun's daemon `prted`."""
+
 _PLACES = ("--map-by", "--bind-to", "--oversubscribe", "--nooversubscribe", "--rankfile")
 _HOSTS = ("--host", "-H", "--machinefile", "--default-hostfile")
 

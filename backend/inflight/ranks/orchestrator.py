@@ -35,7 +35,7 @@ from inflight.endpoint.supervision import EngineWatch, awaits_successor, is_serv
 from inflight.errors import ConfigError, InflightError, Unavailable
 from inflight.processes import ProcessId
 from inflight.ranks.job import Job, Orders, decode_report, encode_line
-from inflight.ranks.launch import SHARED_MEMORY, WORKER_MODULE, find_mpirun, mpirun_options
+from inflight.ranks.launch import LOG_PAST_MPIRUN, SHARED_MEMORY, WORKER_MODULE, find_mpirun, mpirun_options
 
 _log = logging.getLogger(__name__)
 
@@ -346,7 +346,7 @@ class RanksProcess:
 
 def _command(num_ranks: int, mpirun_arguments: str) -> list[str]:
     options = mpirun_options(mpirun_arguments, is_one_program=True)
-    program = (sys.executable, "-m", WORKER_MODULE)
+    program = ("sh", "-c", LOG_PAST_MPIRUN + 'exec "$@"', "sh", sys.executable, "-m", WORKER_MODULE)
     return [find_mpirun(), *options, "-n", str(num_ranks), "--wdir", "/", *program]
 
 

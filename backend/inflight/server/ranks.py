@@ -14,6 +14,7 @@ from typing import Literal, get_args
 from inflight.errors import ConfigError
 from inflight.parameter_reader import is_filled
 from inflight.ranks.launch import (
+    LOG_PAST_MPIRUN,
     SHARED_MEMORY,
     WORKER_MODULE,
     default_mode,
@@ -41,7 +42,7 @@ OPTIONS: Mapping[str, str] = {
 _WORKER = ("-m", WORKER_MODULE)
 # The shell writes tritonserver's process id to a file. Signals are sent to tritonserver, because a signal to
 # mpirun would end all ranks at once.
-_NOTE_PID = 'echo $$ >"$0"; exec env "$@"'
+_RUN_TRITONSERVER = LOG_PAST_MPIRUN + 'echo $$ >"$0"; exec env "$@" 1>&2'
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ def leader_command(
         # clients.
         "--enable-recovery",
         *mpirun_options(launch.mpirun_arguments, is_one_program=False),
-        *("-n", "1", "sh", "-c", _NOTE_PID, str(pid_file), *assignments, *tritonserver),
+        *("-n", "1", "sh", "-c", _RUN_TRITONSERVER, str(pid_file), *assignments, *tritonserver),
         # Workers start in the root folder: the current directory is the server's folder, which other hosts
         # lack.
         *(":", "-n", str(launch.num_ranks - 1), "--wdir", "/", sys.executable, *_WORKER),
