@@ -11,7 +11,6 @@ from pathlib import Path
 
 from inflight.models import FAMILIES
 from inflight.models.families import llama
-from inflight.models.families.family import OTHER_PARTS
 from inflight.multimodal import MULTIMODAL
 from inflight.pictures.families import MODEL_TYPES
 
@@ -50,13 +49,6 @@ def test_the_page_lists_the_multimodal_classes() -> None:
     page = (_ROOT / "docs" / "models.md").read_text().split("## Multimodal models")[1].split("\n## ")[0]
     listed = re.findall(r"^\| `(\w+)` \| `(\w+)` \| .+ \|$", page, re.MULTILINE)
     assert listed == [(each.model_type, each.architecture) for each in MULTIMODAL]
-
-
-def test_the_page_lists_the_other_parts_of_multimodal_models() -> None:
-    page = (_ROOT / "docs" / "models.md").read_text()
-    listed = re.search(r"tensors\s+of\s+the\s+other\s+parts\s+\((.+?)\)", page, re.DOTALL)
-    assert listed is not None
-    assert re.findall(r"`(\w+)`", listed[1]) == [name.removesuffix(".") for name in OTHER_PARTS]
 
 
 def test_the_shown_family_equals_the_code() -> None:
