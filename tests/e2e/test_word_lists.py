@@ -74,7 +74,7 @@ WRONG_TYPE = "but model 'tensorrt_llm' expects 'INT32'"
     ids=["[2, n]", "[n]", "[1, n]", "three rows", "INT64", "FP32"],
 )
 def test_wrong_shapes_are_refused_with_tritons_message(fake_server, name, array, said):
-    """docs/tensors.md quotes them. To Triton, a missing batch dimension looks like a batch of two."""
+    """To Triton, a missing batch dimension looks like a batch of two; docs/tensors.md says so."""
     message = refusal(fake_server, **{name: array})
     assert said in message
     assert said == MIXED_UP or name in message

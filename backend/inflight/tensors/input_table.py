@@ -258,9 +258,8 @@ _DRAFTS = (
     _both(
         "prompt_lookup_num_tokens",
         "INT32",
-        "maximum number of tokens of a draft. If a speculative_decoding_mode is set, this mode makes the drafts, "
-        "and 0 means the mode's own maximum. If no mode is set, prompt lookup makes the drafts, and 0 "
-        "means no drafts",
+        "maximum length of a draft, in tokens. The drafts come from the speculative_decoding_mode, and 0 means "
+        "the mode's own maximum; if no mode is set, they come from prompt lookup, and 0 means no drafts",
     ),
     _text_only(
         "num_draft_tokens",
