@@ -20,8 +20,8 @@ class SamplingControls(Typed):
             default, or in a beam search the number of beams.
         temperature: divides the logits; 0: greedy; 1 by default. In this API: 1 by default; 0 makes
             decoding greedy.
-        top_k: keep the k likeliest tokens; 0: all. In this API: 0 by default, which allows all tokens; if
-            it is 0 and top_p and min_p are unset, decoding is greedy.
+        top_k: keep the k likeliest tokens; 0: all. In this API: 0 by default: all tokens are kept; if top_p
+            and min_p are unset, too, decoding is greedy.
         top_p: keep just enough of the likeliest tokens for a total probability of p or more, p in (0, 1];
             <= 0: unset. In this API: unset by default.
         top_p_min: lower bound of a decaying top_p; 1e-6 by default. In this API: 1e-6 by default.
@@ -34,13 +34,11 @@ class SamplingControls(Typed):
         seed: seed of the random numbers; identical requests with the same seed get the same tokens; 0 by
             default. In this API: 0 by default; equal requests with equal seeds get equal tokens.
         repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt and
-            output so far; 1: no penalty. In this API: 1 by default; the penalty also applies to tokens of
-            the prompt.
+            output so far; 1: no penalty. In this API: 1 by default; also applies to tokens of the prompt.
         presence_penalty: subtracted once from the logit of each token in the prompt and the output so far;
-            0: no penalty. In this API: 0 by default; the penalty also applies to tokens of the prompt.
+            0: no penalty. In this API: 0 by default; also applies to tokens of the prompt.
         frequency_penalty: subtracted from a token's logit for each occurrence in the prompt and the output
-            so far; 0: no penalty. In this API: 0 by default; the penalty also applies to tokens of the
-            prompt.
+            so far; 0: no penalty. In this API: 0 by default; also applies to tokens of the prompt.
         min_tokens: minimum number of tokens before an end id; 0 by default. In this API: 1 by default.
         no_repeat_ngram_size: size n: an n-gram of the prompt or the output is not generated again; 0 or
             2**30: off. In this API: off by default; 0 and 1 << 30 mean off.

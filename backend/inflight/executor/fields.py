@@ -101,24 +101,22 @@ def _of(owner: type, **notes: _Note) -> list[FieldNote]:
 _NO_ENCODER = "no model here has an encoder"
 _NO_IMAGES = "the Executor takes no pictures; pass their embeddings in prompt_tuning_config"
 
-_ONE_SERVER = (
-    "one engine computes both context and generation; requests are not handed over to another engine"
-)
+_ONE_SERVER = "one engine computes both context and generation; there is no disaggregated serving"
 _NO_LOOKAHEAD = (
-    "lookahead decoding is not implemented; instead, a request can bring drafts (external_draft_tokens_config), "
-    "or the engine can guess them from earlier tokens (speculative_decoding_mode of the argument `parameters`)"
+    "lookahead decoding is not implemented; send drafts with a request (external_draft_tokens_config), or let the "
+    "engine draft from earlier tokens (speculative_decoding_mode of the argument `parameters`)"
 )
 _NO_MEDUSA = (
-    "Medusa heads are not supported; instead, a request can bring drafts (external_draft_tokens_config), or the "
-    "checkpoint's own head can make them (eagle_config)"
+    "Medusa heads are not supported; send drafts with a request (external_draft_tokens_config), or use the "
+    "checkpoint's own head (eagle_config)"
 )
 _NO_THRESHOLDS = (
     "a draft token is accepted only if the model chooses the same token, so drafts change no output"
 )
-_NO_TREES = "each draft is one chain of tokens, and trees are not built while tokens are generated"
+_NO_TREES = "each draft is one chain of tokens, not a tree"
 _NO_TUNER = "the batch size and the number of tokens of an iteration are not tuned while the engine runs"
 _TENSORRT = "it concerns only kernels of TensorRT"
-_ALWAYS_COPIED = "a block of which only the beginning matches is always reused, as a copy"
+_ALWAYS_COPIED = "if only the beginning of a block matches, a copy of the block is always reused"
 
 _SAMPLES = tuple(
     make()
@@ -144,7 +142,7 @@ _REQUEST = _of(
     streaming=_works("if set, responses are returned while tokens are generated"),
     sampling_config=_works("copied into the request; later changes to the original have no effect"),
     output_config=_works("copied into the request; later changes to the original have no effect"),
-    end_id=_works("token that ends an output, and is not part of it; None or -1: no token ends an output"),
+    end_id=_works("token that ends an output and is not part of it; None or -1: there is none"),
     pad_id=_ignored("each beam is returned as a list of its own length, without padding"),
     position_ids=_refused("positions always count from 0"),
     bad_words=_works("token sequences that are not generated, even if they begin in the prompt"),
@@ -154,7 +152,7 @@ _REQUEST = _of(
     embedding_bias=_works("one number for each token of the vocabulary, added to its logit"),
     external_draft_tokens_config=_works("draft tokens, which are all verified in one forward pass"),
     prompt_tuning_config=_works(
-        "embeddings of the prompt tokens whose ids are vocab_size or higher; see PromptTuningConfig"
+        "embeddings for prompt tokens with ids of vocab_size and above; see PromptTuningConfig"
     ),
     multimodal_input=_refused(_NO_IMAGES),
     multimodal_embedding=_refused(_NO_IMAGES),
@@ -206,8 +204,7 @@ _PARTS_OF_REQUESTS = [
     *_of(
         OutputConfig,
         return_log_probs=_works(
-            "ExecutorConfig.normalize_log_probs selects the distribution from which log "
-            "probabilities are taken"
+            "returns log probabilities: the model's own, unless ExecutorConfig.normalize_log_probs is set"
         ),
         return_context_logits=_works("if set, no part of the prompt is taken from the KV cache"),
         return_generation_logits=_works(
@@ -215,9 +212,9 @@ _PARTS_OF_REQUESTS = [
         ),
         exclude_input_from_output=_works("has an effect only on requests without streaming"),
         return_encoder_output=_refused(_NO_ENCODER),
-        return_perf_metrics=_works("the returned times are those of a monotonic clock"),
+        return_perf_metrics=_works("returns RequestPerfMetrics; its times are those of a monotonic clock"),
         additional_model_outputs=_works(
-            "tensors to return, which ExecutorConfig.additional_model_outputs must name, too"
+            "tensors to return; ExecutorConfig.additional_model_outputs must name them, too"
         ),
         return_receipt=_works(
             "returns a record of request, answer, model and settings; TensorRT-LLM does not have this field"
@@ -239,8 +236,8 @@ _PARTS_OF_REQUESTS = [
             "rejection sampling"
         ),
         acceptance_threshold=_works(
-            "if logits are given, the smallest ratio of target to draft probability at which a "
-            "draft token is accepted"
+            "with logits, a draft token is accepted if its target probability is at least this number times its "
+            "draft probability"
         ),
         fast_logits=_refused("draft logits are sent with the request; no draft engine sends them", False),
     ),
@@ -251,8 +248,8 @@ _PARTS_OF_REQUESTS = [
         ),
         weights=_works("float32, float16 or bfloat16, whatever the model's dtype is"),
         config=_works(
-            "rows of the module's id, the layer, the rank, and optionally 1 for DoRA; a row for a module that the "
-            "model does not have is an error"
+            "in each row: module id, layer, rank, and optionally 1 for DoRA; a module that the model does not "
+            "have is an error"
         ),
     ),
     *_of(
@@ -261,8 +258,7 @@ _PARTS_OF_REQUESTS = [
             "float32, float16 or bfloat16; requests share KV blocks only if their tables are equal"
         ),
         input_token_extra_ids=_works(
-            "distinguishes KV blocks of different tables; not needed, because the tables' contents "
-            "distinguish them already"
+            "keeps the KV blocks of different tables apart; not needed, because the tables' contents already do"
         ),
     ),
     *_of(
@@ -272,8 +268,7 @@ _PARTS_OF_REQUESTS = [
         ),
         decode_retention_priority=_works("priority of blocks of generated tokens"),
         decode_duration_ms=_works(
-            "duration of decode_retention_priority, counted from the time at which no sequence uses the "
-            "block any more"
+            "duration of decode_retention_priority; it begins when no sequence uses the block any more"
         ),
         transfer_mode=_refused(
             "requests cannot choose which blocks are saved in files", KvCacheTransferMode.DRAM
@@ -292,8 +287,7 @@ _CONFIGURATION = _of(
     kv_cache_config=_works("see KvCacheConfig"),
     enable_chunked_context=_works("without it, a prompt may have at most max_num_tokens tokens"),
     normalize_log_probs=_works(
-        "if set, log probabilities are those after the sampling controls; cumulative ones are "
-        "always the model's own"
+        "if set, log probabilities are those after the sampling controls; cumulative ones stay the model's own"
     ),
     iter_stats_max_iterations=_works("number of iterations whose statistics are kept; 0 keeps none"),
     request_stats_max_iterations=_works(
@@ -312,8 +306,7 @@ _CONFIGURATION = _of(
     use_gpu_direct_storage=_ignored("weights are read into host memory first"),
     gpu_weights_percent=_refused("all weights are kept on the device", 1.0),
     max_queue_size=_works(
-        "maximum number of waiting sequences, beyond which enqueue_request refuses requests; "
-        "None and 0 set no limit"
+        "maximum number of waiting sequences; with more, enqueue_request refuses requests; None and 0 set no limit"
     ),
     extended_runtime_perf_knob_config=_works("see ExtendedRuntimePerfKnobConfig"),
     debug_config=_works("see DebugConfig"),
@@ -327,7 +320,7 @@ _CONFIGURATION = _of(
     mm_embedding_offloading=_ignored(_NO_IMAGES),
     enable_trt_overlap=_ignored("iterations overlap wherever the results stay the same"),
     fail_fast_on_attention_window_too_large=_ignored(
-        "no attention window is too large, because it needs no memory of its own in the KV cache"
+        "an attention window needs no memory of its own in the KV cache, so none is too large"
     ),
 )
 
@@ -342,9 +335,7 @@ _PARTS_OF_CONFIGURATION = [
     ),
     *_of(
         KvCacheConfig,
-        enable_block_reuse=_works(
-            "a block is reused where its tokens and all tokens before them are the same"
-        ),
+        enable_block_reuse=_works("a block is reused if its tokens and all tokens before them are the same"),
         max_tokens=_works(
             "size of the KV cache in tokens, rounded down to whole blocks; must allow one block for "
             "each sequence"
@@ -384,7 +375,7 @@ _PARTS_OF_CONFIGURATION = [
             "numbers of all ranks, in order; in orchestrator mode, the list's length is the number of ranks"
         ),
         orchestrator_config=_works("see OrchestratorConfig"),
-        num_nodes=_ignored("the hosts are known to mpirun or given by its arguments", 1),
+        num_nodes=_ignored("mpirun or its arguments determine the hosts", 1),
     ),
     *_of(
         OrchestratorConfig,
@@ -411,20 +402,20 @@ _PARTS_OF_CONFIGURATION = [
             "there are no blocks of pages; optimal_adapter_size sets the size of a page"
         ),
         device_cache_percent=_works(
-            "size of the cache on the device, as a share (0 to 1) of the memory that is free after the weights "
-            "are loaded; 0.05 by default"
+            "size of the cache on the device: a share (0 to 1) of the memory that is free after the weights are "
+            "loaded; 0.05 by default"
         ),
         host_cache_size=_works("size in bytes of the cache in host memory; 1 GiB by default"),
         lora_prefetch_dir=_works(
-            "path of a folder that has a subfolder for each adapter, named by its task id; adapters are "
-            "read at the start, and when a request needs them"
+            "folder with a subfolder for each adapter, named by its task id; adapters are read at the start, and "
+            "when a request needs them"
         ),
     ),
     *_of(
         DecodingConfig,
         decoding_mode=_refused(
-            "each request sets its own sampling; drafts can come only from an EAGLE-3 or MTP head (Eagle), "
-            "from speculative_decoding_mode of the argument `parameters`, or from the request "
+            "each request sets its own sampling; drafts come from an EAGLE-3 or MTP head (Eagle), from the "
+            "speculative_decoding_mode of the argument `parameters`, or with the request "
             "(external_draft_tokens_config)",
             *_SAMPLES,
             DecodingMode.Eagle(),
@@ -439,8 +430,8 @@ _PARTS_OF_CONFIGURATION = [
     *_of(
         EagleConfig,
         eagle_choices=_works(
-            "the nodes [0], [0, 0], [0, 0, 0] and so on are drafted, and their number is the maximum length of a "
-            "draft; other nodes of the tree have no effect, which is logged"
+            "a draft has at most as many tokens as there are nodes [0], [0, 0], [0, 0, 0] and so on; other nodes "
+            "have no effect, and the log says so"
         ),
         greedy_sampling=_refused(_NO_THRESHOLDS, True),
         posterior_threshold=_refused(_NO_THRESHOLDS),
@@ -450,14 +441,14 @@ _PARTS_OF_CONFIGURATION = [
     *_of(
         LogitsPostProcessorConfig,
         processor_map=_works(
-            "functions by name; functions with five parameters get the client id as the fifth "
-            "argument; refused in orchestrator mode"
+            "functions by name; a function with five parameters gets the client id as the fifth; refused in "
+            "orchestrator mode"
         ),
         processor_batched=_works(
             "called once in an iteration, for all requests that name `batched`; refused in orchestrator mode"
         ),
         replicate=_works(
-            "whether post-processors are called on every rank that has logits, or only on one of these ranks"
+            "whether every rank that has logits calls post-processors, or only one of these ranks"
         ),
     ),
     *_of(

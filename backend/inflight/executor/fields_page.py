@@ -11,10 +11,12 @@ from inflight.executor.fields import FIELDS, FieldNote, Treatment
 
 _HEAD = """# Fields of the Executor API
 
-This page says what each field of TensorRT-LLM's Executor API does in `inflight.executor`. A **refused** field
-raises `NotSupported` with the given reason when an `Executor` is created or a request is enqueued. An *ignored*
-field would change only speed or memory use, and is logged once. Default values, and the values after "except", are
-neither refused nor logged.
+This page says what each field of TensorRT-LLM's [Executor API](executor.md) does in `inflight.executor`. An
+unsupported field may always have its default value, or a value after "except". With any other value,
+
+- a **refused** field raises `NotSupported` with the given reason, when the `Executor` is created or the request is
+  enqueued
+- an *ignored* field, which would change only speed or memory use, is logged once.
 
 `scripts/write_configs` writes this page.
 """

@@ -149,7 +149,7 @@ class SamplingConfig:
         ),
         executor=ExecutorField(
             _at_least(0),
-            "0 by default, which allows all tokens; if it is 0 and top_p and min_p are unset, decoding is greedy",
+            "0 by default: all tokens are kept; if top_p and min_p are unset, too, decoding is greedy",
         ),
         on_command_line=True,
         setting=Setting(_CHOICE, "The choice is among this many of the likeliest tokens.", usual="all"),
@@ -291,7 +291,7 @@ class SamplingConfig:
             "A positive logit of such a token is divided by the number, and a negative logit is multiplied by it. "
             "1 has no effect",
         ),
-        executor=ExecutorField(_POSITIVE, "1 by default; the penalty also applies to tokens of the prompt"),
+        executor=ExecutorField(_POSITIVE, "1 by default; also applies to tokens of the prompt"),
         on_command_line=True,
         setting=Setting(
             _REPETITION, "Above 1, tokens of the prompt and of the answer become less likely to come again."
@@ -310,7 +310,7 @@ class SamplingConfig:
             meaning="this number is subtracted once from the logit of each token that the prompt or the answer "
             "already has",
         ),
-        executor=ExecutorField(_ANY, "0 by default; the penalty also applies to tokens of the prompt"),
+        executor=ExecutorField(_ANY, "0 by default; also applies to tokens of the prompt"),
         on_command_line=True,
         setting=Setting(
             _REPETITION,
@@ -331,7 +331,7 @@ class SamplingConfig:
             meaning="this number is subtracted from a token's logit for each occurrence of the token in the "
             "prompt and in the answer so far",
         ),
-        executor=ExecutorField(_ANY, "0 by default; the penalty also applies to tokens of the prompt"),
+        executor=ExecutorField(_ANY, "0 by default; also applies to tokens of the prompt"),
         on_command_line=True,
         setting=Setting(
             _REPETITION, "Tokens become less likely each time that the prompt or the answer has used them."
