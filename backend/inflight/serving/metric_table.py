@@ -375,9 +375,8 @@ COUNTERS: tuple[CounterFamily, ...] = (
     ),
     CounterFamily(
         "inflight_saved_kv_blocks_total",
-        "KV blocks that were saved in host memory or files (saved), that were loaded from host memory or files "
-        "(loaded), or that were computed again although they had been saved (unread). Saved blocks are computed "
-        "again if they were lost, or if computing is faster than loading",
+        "KV blocks that were saved in host memory or files (saved), loaded from there (loaded), or computed again "
+        "although they had been saved (unread), because they were lost or computing is faster than loading",
         "blocks",
         lambda metrics: {
             "saved": metrics.num_saved_blocks,
@@ -422,9 +421,8 @@ COUNTERS: tuple[CounterFamily, ...] = (
     ),
     CounterFamily(
         "inflight_kv_cache_dropped_blocks_total",
-        "Saved KV blocks that were removed from host memory (host), and from files (disk). A block is removed to "
-        "make room, or because of its age. A block is also removed if it cannot be read, if it was part of a "
-        "failed request and might make the device fail again, or if it is replaced by a newer copy",
+        "Saved KV blocks that were removed from host memory (host), and from files (disk): to make room, because "
+        "of their age, because they could not be read or belonged to a failed request, or for a newer copy",
         "blocks",
         _by_medium(lambda tier: tier.num_dropped),
         "medium",
