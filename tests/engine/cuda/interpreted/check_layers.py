@@ -283,7 +283,7 @@ class Launches(TorchDispatchMode):
 def test_a_layer_takes_the_documented_number_of_launches(
     zoo: Zoo, with_kernels: bool, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Count the launches that docs/performance.md states, as the difference that one layer makes.
+    """Count a layer's kernel launches, as the difference that one layer makes.
 
     In float32; in half precision torch's rotation has two more, for conversions.
     """
