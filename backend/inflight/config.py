@@ -168,8 +168,8 @@ class SchedulingConfig:
         CapacityPolicy.GUARANTEED_NO_EVICT,
         # Static batching is chosen by gpt_model_type, not by this parameter.
         member(CapacityPolicy, CapacityPolicy.STATIC_BATCH),
-        "guaranteed_no_evict: a sequence starts when KV blocks for its whole length can be reserved; "
-        "max_utilization: it starts when its prompt fits, and may be paused later",
+        "when a waiting sequence starts; guaranteed_no_evict: when KV blocks for its whole length can be "
+        "reserved; max_utilization: when its prompt fits, and it may be paused later",
         key="batch_scheduler_policy",
         behind="gpt_model_type",
     )
@@ -177,15 +177,15 @@ class SchedulingConfig:
     context_chunking_policy: ChunkingPolicy = parameter(
         ChunkingPolicy.FIRST_COME_FIRST_SERVED,
         member(ChunkingPolicy),
-        "how split prompts share the tokens of an iteration that generation leaves over; "
+        "how split prompts share the tokens that generation leaves over in an iteration; "
         "first_come_first_served: the oldest prompt gets as many as it needs, then the next oldest; "
         "equal_progress: each prompt gets one block of tokens in turn",
     )
     schedule_policy: SchedulePolicy = parameter(
         SchedulePolicy.FCFS,
         member(SchedulePolicy),
-        "order in which waiting requests of the same client and priority start; fcfs: the oldest first; lpm: "
-        "the longest cached prefix first, but at most 32 later requests may overtake a request",
+        "which waiting request of a client and priority starts first; fcfs: the oldest; lpm: the one with "
+        "the longest cached prefix, but at most 32 later requests may overtake a request",
     )
     enable_kv_cache_reuse: bool = parameter(
         True, BOOLEAN, "reuse KV blocks of earlier sequences with the same prefix (prefix caching)"
@@ -193,8 +193,8 @@ class SchedulingConfig:
     kv_cache_onboard_blocks: bool = parameter(
         True,
         BOOLEAN,
-        "copy saved KV blocks back into the cache when prompts need them; false: blocks are "
-        "saved but never copied back",
+        "copy saved KV blocks back into the cache when prompts need them; false: save blocks, but never copy "
+        "them back",
     )
     secondary_offload_min_priority: int = parameter(
         30, integer(0), "lowest retention priority of the KV blocks that are saved in host memory or files"
@@ -203,8 +203,8 @@ class SchedulingConfig:
     max_queue_size: int = parameter(
         0,
         integer(0),
-        "maximum number of waiting sequences; a request is refused if this many sequences of its priority or "
-        "a higher one wait; 0: no limit",
+        "maximum number of waiting sequences; a request is refused if this many of the same or a higher "
+        "priority wait; 0: no limit",
     )
     max_beam_width: int | None = parameter(
         None, integer(1), "maximum number of beams of a beam search; default: max_batch_size"
@@ -212,17 +212,16 @@ class SchedulingConfig:
     max_sequences_per_request: int = parameter(
         2048,
         integer(1),
-        "maximum number of sequences of one request, which is its number of prompts times "
-        "num_return_sequences",
+        "maximum number of sequences of a request: its prompts times num_return_sequences",
     )
     speculative_decoding_mode: Speculation | None = parameter(
         None,
         SPECULATION,
-        "draft up to K next tokens of each sequence; prompt-lookup (default of K: 8): from the "
-        "sequence's own tokens; suffix (8): from the sequence's own tokens and recent answers; mtp (1): by the "
+        "draft up to K next tokens of each sequence; prompt-lookup (K is 8 by default): from the sequence's "
+        "own tokens; suffix (8): from the sequence's own tokens and recent answers; mtp (1): by the "
         "checkpoint's draft head, or by Gemma 4's draft head in speculative_model_dir; eagle3 (3): by the "
-        "EAGLE-3 head in speculative_model_dir; none, the default: only requests that ask for prompt lookup "
-        "get drafts",
+        "EAGLE-3 head in speculative_model_dir; none: only requests that ask for prompt lookup get drafts; "
+        "default: none",
     )
     speculative_model_dir: str | None = parameter(
         None,
@@ -233,9 +232,8 @@ class SchedulingConfig:
     eagle_choices: DraftTree | None = parameter(
         None,
         CHOICES,
-        "draft tree of an EAGLE-3 or MTP head, as in TensorRT-LLM; only the chain of nodes {0}, {0, 0}, "
-        "{0, 0, 0} and so on is drafted, and its length sets K of speculative_decoding_mode; the log names other "
-        "nodes, which have no effect",
+        "draft tree of an EAGLE-3 or MTP head, as in TensorRT-LLM; only its chain {0}, {0, 0}, {0, 0, 0} and "
+        "so on is drafted, and the chain's length sets K of speculative_decoding_mode",
     )
     max_num_requests: int = -1
     sequences_per_iteration: int = SEQUENCES_PER_ITERATION
@@ -317,34 +315,36 @@ class EngineConfig:
     dtype: str | None = parameter(
         None,
         choice("float32", "bfloat16", "float16", "int8", "fp8"),
-        "data type of weights and KV cache; with int8 and fp8 only the weights have this type, and the rest "
+        "data type of the weights and the KV cache; int8 and fp8: only weights have this type, and the rest "
         "is bfloat16; default: the checkpoint's",
         behind="tokenizer_dir",
     )
     implementation: str | None = parameter(
         None,
         choice("torch", "transformers", "tensorrt"),
-        "torch: this server's own layers; transformers: the code of Hugging Face transformers, which is "
-        "slower and also runs other families; tensorrt: TensorRT engines (plans) that scripts/build made; "
-        "default: tensorrt for folders of plans, torch for families that it supports, transformers for others",
+        "what computes the layers; torch: this server's own layers; transformers: the code of Hugging Face "
+        "transformers, which is slower and also runs other families; tensorrt: TensorRT engines (plans) that "
+        "scripts/build made; default: tensorrt for folders of plans, torch for families that it supports, "
+        "transformers for others",
         key="engine",
     )
     engine_dir: str | None = parameter(
         None,
         TEXT,
-        "folder of plans that scripts/build wrote; gpt_model_path may be such a folder, too",
+        "folder of plans that scripts/build wrote; gpt_model_path may also be such a folder",
         key="tensorrt_engine_dir",
     )
     kernels: str | None = parameter(
         None,
         choice("native", "torch"),
-        "native: compiled layers, for CPUs; torch: torch's operators; default: native if possible",
+        "what runs the layers of engine torch; native: compiled layers, for CPUs; torch: torch's operators; "
+        "default: native if possible",
     )
     weights: str = parameter(
         "memory",
         choice("memory", MMAP),
-        "memory: load the weights into memory; mmap: compiled layers map their packed weights from a file in "
-        "the user's cache, which the first load writes",
+        "load the weights into memory, or map them from a file; mmap: compiled layers map their packed weights "
+        "from a file in the user's cache, which the first load writes",
     )
     cuda_graph_mode: bool = parameter(
         True, BOOLEAN, "on a GPU, run iterations of up to 1,024 rows as CUDA graphs"
@@ -358,24 +358,26 @@ class EngineConfig:
     max_attention_window_size: tuple[int, ...] = parameter(
         (),
         WINDOWS,
-        "how many of the latest tokens a layer attends to: one number for all layers, or a list of numbers, "
-        "which is repeated over the layers; default: all tokens",
+        "how many of the latest tokens a layer attends to; a list of numbers is repeated over the layers; "
+        "default: all tokens",
     )
     sink_token_length: int = parameter(
-        0, integer(0), "number of first tokens that stay in every attention window and count towards its size"
+        0,
+        integer(0),
+        "number of first tokens that every attention window keeps, and that count towards its size",
     )
     tokens_per_block: int = parameter(32, integer(1), "tokens per KV cache block")
     kv_cache_dtype: str = parameter(
         "auto",
         choice("auto", INT8, FP8),
-        "data type of stored keys and values; int8 and fp8 (e4m3): keys and values are quantized and "
-        "take about half of the memory that 16-bit ones take; auto: they are not quantized",
+        "data type of stored keys and values; int8 and fp8 (e4m3): quantized, which takes about half of the "
+        "memory of 16 bits; auto: not quantized",
     )
     max_tokens_in_paged_kv_cache: int | None = parameter(
         None,
         integer(1),
         "maximum size of the KV cache in tokens; default: as many as kv_cache_free_gpu_mem_fraction or "
-        "kv_cache_free_cpu_mem_fraction allows, but on a CPU at most twice max_batch_size times "
+        "kv_cache_free_cpu_mem_fraction allows, on a CPU at most twice max_batch_size times "
         "max_sequence_length",
     )
     kv_cache_host_memory_bytes: int = parameter(
@@ -387,7 +389,7 @@ class EngineConfig:
     recurrent_state_snapshots: int | None = parameter(
         None,
         integer(0),
-        "number of copies of recurrent states that are kept for prefix reuse; default: twice max_batch_size",
+        "number of copies (snapshots) of recurrent states for prefix reuse; default: twice max_batch_size",
     )
     kv_cache_free_gpu_mem_fraction: float = parameter(
         0.9,
@@ -403,7 +405,7 @@ class EngineConfig:
     lora_cache_optimal_adapter_size: int = parameter(
         8,
         integer(1),
-        "size of one page of adapter memory on the device, as the LoRA rank that fits into the page",
+        "size of a page of the device memory for adapters, as the LoRA rank that fits into it",
         behind="guided_decoding_max_guide_bytes",
     )
     lora_cache_max_adapter_size: int = parameter(64, integer(1), "highest rank of a LoRA adapter")
@@ -416,7 +418,8 @@ class EngineConfig:
     normalize_log_probs: bool = parameter(
         False,
         BOOLEAN,
-        "take output_log_probs from the distribution from which a token was sampled; false: from the model's own",
+        "take output_log_probs from the distribution from which tokens are sampled; false: from the model's "
+        "own distribution",
         behind="exclude_input_in_output",
     )
     engine_threads: int | None = parameter(
@@ -508,15 +511,16 @@ class Parameters:
     gpt_model_type: str = parameter(
         "inflight_fused_batching",
         choice("V1", "inflight_batching", "inflight_fused_batching", any_case=True),
-        "V1: static batching, in which a batch ends before the next one starts; inflight_batching and "
-        "inflight_fused_batching: in-flight batching, with context and generation in one forward pass",
+        "kind of batching; V1: static batching, in which a batch ends before the next one starts; "
+        "inflight_batching and inflight_fused_batching: in-flight batching, with prompts and generation in "
+        "one forward pass",
         template="batching_strategy",
         complaint="{key} value of {text!r} is not supported",
     )
     exclude_input_in_output: bool | None = parameter(
         None,
         BOOLEAN,
-        "leave the prompt out of the output unless a request says otherwise; default: false for the model "
+        "leave the prompt out of the output unless a request says otherwise; default: false for "
         "tensorrt_llm, and tensorrt_llm's value for the other models",
         _MODELS,
     )
@@ -527,19 +531,18 @@ class Parameters:
         _ALL,
     )
     default_end_ids: tuple[int, ...] = parameter(
-        (), TOKEN_IDS, "end token ids for requests that send token ids but no end_id"
+        (), TOKEN_IDS, "end token ids for requests that have token ids but no end_id"
     )
     receipt_key_file: str | None = parameter(
         None,
         TEXT,
-        "file whose bytes are the key with which receipts are signed; default: receipts are not signed",
+        "file with the key that signs receipts; default: receipts are not signed",
         behind="default_end_ids",
     )
     kv_cache_dir: str | None = parameter(
         None,
         TEXT,
-        "folder in which KV blocks are saved, so that they can be reused after a restart; default: none are "
-        "saved",
+        "folder in which KV blocks are saved for reuse, also after a restart; default: none are saved",
         behind="receipt_key_file",
     )
     kv_cache_disk_bytes: int = parameter(
@@ -548,7 +551,7 @@ class Parameters:
     kv_cache_max_age_s: int = parameter(
         7 * 24 * 3600,
         integer(1),
-        "files in kv_cache_dir that were not used for this many seconds are removed",
+        "seconds after which unused files in kv_cache_dir are removed",
         behind="kv_cache_disk_bytes",
     )
     kv_events_config: KvEventsConfig | None = parameter(
@@ -566,13 +569,13 @@ class Parameters:
         behind="kv_events_config",
     )
     cancellation_check_period_ms: int = parameter(
-        20, integer(1), "milliseconds between two checks of whether requests were cancelled", _MODELS
+        20, integer(1), "milliseconds between two checks for cancelled requests", _MODELS
     )
     stream_interval: int = parameter(
         1,
         integer(1),
-        "number of tokens in each response of a stream except the first and the last response; with a larger "
-        "number, sending takes less processor time from the model",
+        "number of tokens in each response of a stream, except the first and the last one; larger numbers "
+        "cost less processor time",
         _MODELS,
     )
     repeat_log_probs: bool = parameter(
@@ -584,8 +587,8 @@ class Parameters:
     max_repeated_logits_bytes: int = parameter(
         8 << 20,
         integer(0),
-        "maximum size in bytes of context_logits that are repeated in every response of a stream; larger "
-        "ones are only in the first response",
+        "maximum size in bytes of context_logits that every response of a stream repeats; larger ones are "
+        "only in the first response",
         _MODELS,
     )
     stats_check_period_ms: int = parameter(
@@ -605,21 +608,21 @@ class Parameters:
     logits_post_processor_module: str | None = parameter(
         None,
         TEXT,
-        "Python module, or path of a .py file, with logits post-processors: functions that requests may name",
+        "Python module, or path of a .py file, with logits post-processors that requests may name",
     )
     record_path: str | None = parameter(
-        None, TEXT, "file to which requests and the scheduler's decisions are recorded for a replay"
+        None, TEXT, "file in which requests and the scheduler's decisions are recorded for a replay"
     )
     watchdog_timeout_ms: int = parameter(
         60000,
         integer(0),
-        "milliseconds after which an iteration that has not ended is reported as hanging; 0: off",
+        "milliseconds after which a running iteration is reported as hanging; 0: never",
     )
     hang_timeout_ms: int = parameter(
         120000,
         integer(0),
-        "time limit of an iteration, in milliseconds; if an iteration takes longer, the engine ends and starts "
-        "again; 0: no limit",
+        "time limit of an iteration in milliseconds, after which the engine ends and starts again; 0: no "
+        "limit",
         behind="watchdog_timeout_ms",
     )
     engine_endpoint: str | None = parameter(
@@ -632,14 +635,15 @@ class Parameters:
     moe_expert_parallel_size: int = parameter(
         1,
         integer(1),
-        "number of groups of tensor-parallel ranks; each group has a part of the experts; must divide "
+        "number of groups of tensor-parallel ranks, each with a part of the experts; must divide "
         "tensor_parallel_size",
     )
     launch_mode: str | None = parameter(
         None,
         choice("in_process", "leader", "orchestrator"),
-        "in_process: one rank, in the model's process; leader: mpirun or srun starts tritonserver and the "
-        "ranks; orchestrator: the model starts the ranks; default: chosen automatically",
+        "where the ranks run and what starts them; in_process: one rank, in the model's process; leader: "
+        "mpirun or srun starts tritonserver and the ranks; orchestrator: the model starts the ranks; "
+        "default: chosen automatically",
     )
     mpirun_arguments: str | None = parameter(None, TEXT, "further arguments for mpirun, in a shell's syntax")
     rank_timeout_ms: int = parameter(
@@ -689,26 +693,27 @@ class Parameters:
     guided_decoding_compile_timeout_ms: int = parameter(
         5000,
         integer(1),
-        "maximum time to compile a guide, in milliseconds; a guide that takes longer is refused",
+        "maximum time to compile a guide (a schema, grammar or regular expression), in milliseconds; guides "
+        "that take longer are refused",
     )
     guided_decoding_max_guide_bytes: int = parameter(65536, integer(1), "maximum size of a guide in bytes")
     lora_cache_host_memory_bytes: int | None = parameter(
         None,
         integer(1),
-        "host memory for LoRA adapters; weights that were received but are not stored yet may take as much "
-        "memory again; default: 1 GiB, or the size of one adapter of the highest rank if that is more",
+        "host memory for LoRA adapters; weights that are being received may take as much again; default: 1 "
+        "GiB, or the size of one adapter of the highest rank if that is more",
     )
     lora_prefetch_dir: str | None = parameter(
         None,
         TEXT,
-        "folder with a subfolder for each adapter, which is named by the adapter's task id and has two .npy "
-        "files; the adapters are read at the start, and an evicted adapter is read again when a request names it",
+        "folder with a subfolder for each adapter, which is named by its task id and has two .npy files; "
+        "adapters are read at the start, and again when a request names an evicted adapter",
     )
     lora_dir: str | None = parameter(
         None,
         TEXT,
-        "folder that contains PEFT folders, which requests may name; they are read on first use, and may be "
-        "added at any time",
+        "folder of PEFT folders that requests may name; they are read on first use, and may be added at any "
+        "time",
     )
     lora_adapters: tuple[tuple[str, str], ...] = parameter(
         (), NAMED_FOLDERS, "PEFT folders, with the names that requests use for them"

@@ -18,7 +18,7 @@ from inflight.cli import COMMANDS
 from inflight.parameter_names import OTHER_NAMES
 from inflight.server.option_parser import make_parser
 from inflight.triton.reference_pages import fill_in
-from inflight.triton.settings_page import GROUPS
+from inflight.triton.settings_page import GROUPS, mark_names, mark_values
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "flags.md"
@@ -96,7 +96,8 @@ def described(action: argparse.Action, meanings: dict[str, str]) -> tuple[str, s
     default = next(filter(None, found.groups()), "") if found else ""
     meaning = DEFAULT.sub("", text)
     known = next((meanings[flag] for flag in action.option_strings if flag in meanings), "")
-    return plain("; ".join(filter(None, (known, meaning)))), plain(default)
+    whole = "; ".join(filter(None, (plain(known), mark_values(plain(meaning)))))
+    return mark_names(whole), mark_names(plain(default))
 
 
 def serve_table() -> Iterator[str]:

@@ -75,9 +75,9 @@ def _add_draft_options(parser: argparse.ArgumentParser) -> None:
         metavar="METHOD[:K]",
         type=value_of(SPECULATION),
         help="draft up to K tokens of each sequence; prompt-lookup: from the sequence's own tokens; suffix: "
-        "from these and from recent answers; mtp: by the checkpoint's draft head or the head in --draft-model; "
-        "eagle3: by the head in --draft-model; none: no drafts, unless a request asks for them (default: "
-        "none; if K is not given, it is 1 for mtp, 3 for eagle3 and 8 otherwise)",
+        "from these and from recent answers; mtp: by the checkpoint's draft head or the head in "
+        "--draft-model; eagle3: by the head in --draft-model; none: only if a request asks for drafts "
+        "(default: none; K is 1 for mtp, 3 for eagle3, and 8 otherwise)",
     )
     add(
         "--draft-model",
@@ -94,8 +94,7 @@ def _add_kv_cache_options(parser: argparse.ArgumentParser) -> None:
         "--kv-cache-dir",
         metavar="DIR",
         type=folder_name,
-        help="save KV blocks in this folder, so that prompts with the same beginning can reuse them, also "
-        "after a restart",
+        help="folder in which KV blocks are saved for reuse, also after a restart",
     )
     add(
         "--kv-cache-disk",
@@ -107,7 +106,7 @@ def _add_kv_cache_options(parser: argparse.ArgumentParser) -> None:
         "--kv-events-config",
         metavar="JSON",
         type=value_of(KV_EVENTS),
-        help="publish KV cache events by ZeroMQ in vLLM's format, for routers; {} publishes them at tcp://*:5557",
+        help="publish KV cache events for routers by ZeroMQ, in vLLM's format; {} publishes at tcp://*:5557",
     )
 
 
@@ -123,8 +122,8 @@ def _add_address_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--no-triton",
         action="store_true",
-        help="serve only /v1, with the engine in this process; this needs no tritonserver, and the engine "
-        "is not restarted after a crash",
+        help="serve only /v1, with the engine in this process and without tritonserver; after a crash the "
+        "engine is not restarted",
     )
 
 
@@ -135,24 +134,23 @@ def _add_running_options(parser: argparse.ArgumentParser) -> None:
         type=seconds,
         default=30,
         metavar="SECONDS",
-        help="when the server shuts down, it waits at most this number of seconds for requests in flight "
-        "(default: %(default)s)",
+        help="maximum time that a shutdown waits for requests in flight (default: %(default)s)",
     )
     add(
         "--ready-timeout",
         type=positive,
         default=300,
         metavar="SECONDS",
-        help="give up a start after this many seconds in which no line is logged, no file is read and no "
-        "memory is filled (default: %(default)s)",
+        help="give up a start after this many seconds without progress: no line logged, no file read, no "
+        "memory filled (default: %(default)s)",
     )
     add(
         "--restarts",
         type=whole,
         default=5,
         metavar="N",
-        help="restart a server that has ended by itself, and give up after N failed starts in a row; 0: never "
-        "restart it (default: %(default)s)",
+        help="restart a server that has ended by itself, but give up after N failed starts in a row; 0: "
+        "never restart (default: %(default)s)",
     )
     add(
         "--no-request-checks",
@@ -193,7 +191,7 @@ def _add_api_options(parser: argparse.ArgumentParser) -> None:
         "--allow-shared-memory",
         action="store_true",
         help="let every client register shared memory of this machine, as perf_analyzer --shared-memory "
-        "does; clients can then read and write what the server's processes have in /dev/shm",
+        "does; clients can then read and write the server's memory in /dev/shm",
     )
     add("--allow-logging", action="store_true", help="let every client change the settings of Triton's log")
     add("--allow-trace", action="store_true", help="let every client change the settings of Triton's traces")
@@ -201,7 +199,7 @@ def _add_api_options(parser: argparse.ArgumentParser) -> None:
         "--allow-model-config",
         action="store_true",
         help="let every client read the models' configurations, which name folders of this machine; "
-        "perf_analyzer needs them, and so does a server of /v1 on another host",
+        "perf_analyzer and a server of /v1 on another host need them",
     )
 
 
@@ -218,22 +216,23 @@ def _add_program_options(parser: argparse.ArgumentParser) -> None:
         "--write-repository",
         type=Path,
         metavar="DIR",
-        help="write the model repository to this new folder, for a tritonserver that another program starts; "
-        "start no server",
+        help="only write the model repository to this new folder, for a tritonserver that another program "
+        "starts",
     )
     add("--tritonserver", type=Path, metavar="PATH", help="use another tritonserver, with its own backends")
     add(
         "--engine",
         choices=("torch", "transformers", "tensorrt"),
-        help="torch: this server's own layers; transformers: the code of Hugging Face transformers, for any "
-        "decoder whose attention can be replaced; tensorrt: plans that scripts/build wrote (default: "
-        "tensorrt for plans, torch for families that it supports, transformers for others)",
+        help="what computes the layers; torch: this server's own code; transformers: the code of Hugging "
+        "Face transformers, for any decoder whose attention can be replaced; tensorrt: plans that "
+        "scripts/build wrote (default: tensorrt for plans, torch for families that it supports, "
+        "transformers for others)",
     )
     add(
         "--engine-dir",
         metavar="DIR",
         type=Path,
-        help="folder of plans that scripts/build wrote; without --model, the tokenizer is read from it too",
+        help="folder of plans that scripts/build wrote; without --model, the tokenizer comes from it too",
     )
 
 
@@ -255,15 +254,15 @@ def _add_rank_options(parser: argparse.ArgumentParser) -> None:
         "--ep",
         type=positive,
         metavar="N",
-        help="number of groups of tensor-parallel ranks; each group has a part of the experts; 1: every rank "
-        "has a slice of every expert (default: as in the model repository, or 1)",
+        help="number of groups of tensor-parallel ranks, each with a part of the experts; 1: every rank has "
+        "a slice of every expert (default: as in the model repository, or 1)",
     )
     add(
         "--mode",
         choices=get_args(Mode),
-        help="leader: this command starts the ranks; orchestrator: the model's process starts them, and restarts "
-        "them if one is lost; in_process: there is one rank (default: in_process for one rank, orchestrator for "
-        "several)",
+        help="what starts the ranks; leader: this command; orchestrator: the model's process, which restarts "
+        "them if one is lost; in_process: there is only one rank (default: in_process for one rank, "
+        "orchestrator for several)",
     )
     add(
         "--mpirun-arguments",

@@ -5,14 +5,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from enum import Enum
 
 from inflight import environment
 from inflight.config import PARAMETERS, ParameterSpec, Role
 from inflight.parameter_names import OTHER_NAMES, OtherNames
-from inflight.parameter_spec import BOOLEAN, TEXT, integer
+from inflight.parameter_spec import BOOLEAN, ENGINE_ONLY, TEXT, integer
 from inflight.triton.config_pbtxt import DEFAULT_MAX_BATCH_SIZE, MODELS
+
+_FIRST_VERSION = "0.1"
+_OF_VALUE = re.compile(r"([\w-]+(?: and [\w-]+)?(?: \([^)]*\))?): (.*)")
+"""A part of a parameter's meaning that is about a value, or about two values."""
+_WORD = re.compile(r"\b(?!and\b)[\w-]+(?![^(]*\))")
+"""A value in the first group of `_OF_VALUE`, but not a remark in brackets."""
+_CHOICES = re.compile(r"[\w-]+(?:(?:, | or )[\w-]+)+")
+"""What a parameter expects, if it is a list of values."""
+_NAME = re.compile(
+    r"""(?<![\w`/"-])(?:--[a-z][a-z-]*[a-z]|[A-Za-z0-9]+(?:_[A-Za-z0-9]+)+)(?![\w<=(-]|&lt;)"""
+)
+"""A flag, or a name with underscores, in a text."""
 
 FIELDS = (
     ParameterSpec(
@@ -99,8 +113,8 @@ def settings_reference() -> str:
     parts += [*_idle(spec for spec in PARAMETERS if not spec.built), ""]
     parts += ["## Environment variables", "", "Variables of this server:", "", *_variables(), ""]
     parts += [
-        "Every command, and every load of a model, fails if one of these variables has a value that is not "
-        "allowed, or if a variable has nearly one of these names, which is probably a typing error. For other "
+        "Every command and every load of a model fails if one of these variables has a value that is not "
+        "allowed, or if another variable has nearly the same name (probably a typing error). For other "
         "unknown variables whose names begin with `INFLIGHT_`, `inflight serve` logs a warning."
     ]
     return "\n".join(parts)
@@ -109,24 +123,76 @@ def settings_reference() -> str:
 def _entry(spec: ParameterSpec) -> Iterator[str]:
     """Yield the lines about one setting: its meaning, its values, the flag and other names, the models."""
     names = OTHER_NAMES.get(spec.key, OtherNames())
+    meaning = _Meaning.of(spec.meaning)
     yield f"### {spec.key}"
     yield ""
-    yield f"{_sentence(spec.meaning)}."
+    text = mark_names(_plain(meaning.text))
+    yield f"{text[0].upper()}{text[1:]}."
     yield ""
-    yield f"- values: {_plain(spec.kind.expected)}{_default(spec)}"
+    yield f"- values: {_values(spec.kind.expected)}; default: {_default(spec, meaning)}"
+    for values, says in meaning.values:
+        yield f"    - {_WORD.sub(_code, values)}: {mark_names(_plain(says))}"
     flag = f"`{names.flag}`, or " if names.flag else ""
-    yield f"- set by {flag}`--set {spec.key}=…`, since {spec.since}"
+    since = f", since {spec.since}" if spec.since != _FIRST_VERSION else ""
+    yield f"- set by {flag}`--set {spec.key}=…`{since}"
     if found := list(_elsewhere(spec.key, names)):
         yield f"- {'; '.join(found)}"
-    yield f"- read by {', '.join(f'`{model.name}`' for model in MODELS if model.role in spec.roles)}"
+    if spec.roles != ENGINE_ONLY:
+        yield f"- read by {', '.join(f'`{model.name}`' for model in MODELS if model.role in spec.roles)}"
 
 
-def _default(spec: ParameterSpec) -> str:
-    """Return the end of a line with the default; empty if the meaning has it."""
+def _code(word: re.Match[str]) -> str:
+    return f"`{word[0]}`"
+
+
+def mark_names(text: str) -> str:
+    """Return the text in Markdown, with flags and names of settings as code."""
+    return _NAME.sub(_code, text).replace("` `", " ")
+
+
+def mark_values(text: str) -> str:
+    """Return a meaning with the values that it describes as code: "auto: not quantized" begins with `auto`."""
+    found = [(part, _OF_VALUE.fullmatch(part)) for part in text.split("; ")]
+    return "; ".join(f"{_WORD.sub(_code, value[1])}: {value[2]}" if value else part for part, value in found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Meaning:
+    """The parts of a parameter's meaning.
+
+    Attributes:
+        text: What the parameter is for.
+        values: Values of the parameter, and what each of them does.
+        default: The default, if the meaning has it.
+    """
+
+    text: str
+    values: tuple[tuple[str, str], ...]
+    default: str
+
+    @classmethod
+    def of(cls, meaning: str) -> _Meaning:
+        parts = meaning.split("; ")
+        found = [_OF_VALUE.fullmatch(part) for part in parts]
+        text = "; ".join(part for part, value in zip(parts, found, strict=True) if not value)
+        values = [(value[1], value[2]) for value in found if value]
+        default = next((says for value, says in values if value == "default"), "")
+        return cls(text, tuple(pair for pair in values if pair[0] != "default"), default)
+
+
+def _default(spec: ParameterSpec, meaning: _Meaning) -> str:
     value = spec.default.value if isinstance(spec.default, Enum) else spec.default
     if value in (None, ()):
-        return "" if "default" in spec.meaning else "; default: none"
-    return f"; default: `{str(value).lower() if isinstance(value, bool) else value}`"
+        return mark_names(_plain(meaning.default)) or "none"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _values(expected: str) -> str:
+    """Return the values that a parameter takes; names of values as code."""
+    if not _CHOICES.fullmatch(expected):
+        return _plain(expected)
+    *others, last = (f"`{value}`" for value in re.split(", | or ", expected))
+    return f"{', '.join(others)} or {last}"
 
 
 def _elsewhere(key: str, names: OtherNames) -> Iterator[str]:
@@ -153,7 +219,7 @@ def _idle(specs: Iterator[ParameterSpec]) -> Iterator[str]:
         meaning = (
             "whether Triton gives a model its tensors in CPU memory" if spec.read_by_triton else spec.meaning
         )
-        yield f"| `{spec.key}` | {_plain(meaning)} | {_plain(here + values)} |"
+        yield f"| `{spec.key}` | {mark_names(_plain(meaning))} | {_plain(here + values)} |"
 
 
 def _variables() -> Iterator[str]:
@@ -161,12 +227,6 @@ def _variables() -> Iterator[str]:
     yield "|---|---|"
     for variable in environment.VARIABLES.values():
         yield f"| `{variable.name}` | {variable.meaning} |"
-
-
-def _sentence(meaning: str) -> str:
-    """Return the text with a capital letter, unless it begins with the name of a value."""
-    text = _plain(meaning)
-    return text if text.split()[0].endswith(":") else text[0].upper() + text[1:]
 
 
 def _plain(text: str) -> str:

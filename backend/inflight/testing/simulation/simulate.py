@@ -159,7 +159,7 @@ class Search:
 def main() -> int:
     """Run the command line; return 1 if a scenario failed."""
     parser = Parser(prog=program_name("scripts/simulate"), description=__doc__)
-    parser.add_argument("--minutes", type=float, metavar="N", help="end after N minutes; default: at Ctrl-C")
+    parser.add_argument("--minutes", type=float, metavar="N", help="end after N minutes (default: at Ctrl-C)")
     parser.add_argument("--seed", type=int, metavar="S", help="run this seed only, to repeat a failure")
     parser.add_argument(
         "--debug", action="store_true", help="stop in Python's debugger where a scenario fails"
