@@ -22,7 +22,7 @@ _OF_VALUE = re.compile(r"([\w-]+(?: and [\w-]+)?(?: \([^)]*\))?): (.*)")
 _WORD = re.compile(r"\b(?!and\b)[\w-]+(?![^(]*\))")
 """A value in the first group of `_OF_VALUE`, but not a remark in brackets."""
 _CHOICES = re.compile(r"[\w-]+(?:(?:, | or )[\w-]+)+")
-"""What a parameter expects, if it is a list of values."""
+"""Expectation of a parameter that is a list of values."""
 _NAME = re.compile(
     r"""(?<![\w`/"-])(?:--[a-z][a-z-]*[a-z]|[A-Za-z0-9]+(?:_[A-Za-z0-9]+)+)(?![\w<=(-]|&lt;)"""
 )
@@ -161,7 +161,7 @@ class _Meaning:
     """The parts of a parameter's meaning.
 
     Attributes:
-        text: What the parameter is for.
+        text: Purpose of the parameter.
         values: Values of the parameter, and what each of them does.
         default: The default, if the meaning has it.
     """
