@@ -167,9 +167,11 @@ _REQUEST = _of(
     logits_post_processor_name=_works("a name in LogitsPostProcessorConfig.processor_map, or `batched`"),
     logits_post_processor=_works("a callable for this request only; refused with several ranks"),
     encoder_input_token_ids=_refused(_NO_ENCODER),
-    client_id=_works("returned in every response; clients of equal priority get equal shares of the engine"),
+    client_id=_works(
+        "returned in every response; among waiting requests of equal priority, clients take turns"
+    ),
     return_all_generated_tokens=_works(
-        "always on for a streamed beam search, because earlier tokens of a beam may change"
+        "each streamed response has all tokens so far; always on in beam searches, whose earlier tokens may change"
     ),
     priority=_works("waiting requests of higher priority start first"),
     request_type=_refused(_ONE_SERVER, RequestType.REQUEST_TYPE_CONTEXT_AND_GENERATION),
@@ -306,7 +308,7 @@ _CONFIGURATION = _of(
     use_gpu_direct_storage=_ignored("weights are read into host memory first"),
     gpu_weights_percent=_refused("all weights are kept on the device", 1.0),
     max_queue_size=_works(
-        "maximum number of waiting sequences; with more, enqueue_request refuses requests; None and 0 set no limit"
+        "maximum number of waiting sequences; enqueue_request refuses requests beyond it; None and 0: no limit"
     ),
     extended_runtime_perf_knob_config=_works("see ExtendedRuntimePerfKnobConfig"),
     debug_config=_works("see DebugConfig"),
@@ -430,8 +432,8 @@ _PARTS_OF_CONFIGURATION = [
     *_of(
         EagleConfig,
         eagle_choices=_works(
-            "a draft has at most as many tokens as there are nodes [0], [0, 0], [0, 0, 0] and so on; other nodes "
-            "have no effect, and the log says so"
+            "sets the maximum length of a draft: the number of nodes [0], [0, 0], [0, 0, 0] and so on; other "
+            "nodes have no effect, and the log says so"
         ),
         greedy_sampling=_refused(_NO_THRESHOLDS, True),
         posterior_threshold=_refused(_NO_THRESHOLDS),
@@ -480,7 +482,7 @@ _PARTS_OF_CONFIGURATION = [
         encoded_vocab=_works("the checkpoint's vocabulary by default; refused in orchestrator mode"),
         tokenizer_str=_works("the checkpoint's tokenizer by default; refused in orchestrator mode"),
         stop_token_ids=_works(
-            "tokens of encoded_vocab that are not text; they do not end an output, but Request.end_id does"
+            "tokens of encoded_vocab that are not text; they do not end an output; set Request.end_id for that"
         ),
     ),
     *_of(
