@@ -422,7 +422,7 @@ COUNTERS: tuple[CounterFamily, ...] = (
     CounterFamily(
         "inflight_kv_cache_dropped_blocks_total",
         "Saved KV blocks that were removed from host memory (host), and from files (disk): to make room, because "
-        "of their age, because they could not be read or belonged to a failed request, or for a newer copy",
+        "of their age, because they could not be read or may make the device fail, or for a newer copy",
         "blocks",
         _by_medium(lambda tier: tier.num_dropped),
         "medium",
