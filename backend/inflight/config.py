@@ -177,15 +177,15 @@ class SchedulingConfig:
     context_chunking_policy: ChunkingPolicy = parameter(
         ChunkingPolicy.FIRST_COME_FIRST_SERVED,
         member(ChunkingPolicy),
-        "how split prompts share the tokens that generation leaves over in an iteration; "
+        "how the tokens that generation leaves over in an iteration are divided among split prompts; "
         "first_come_first_served: the oldest prompt gets as many as it needs, then the next oldest; "
         "equal_progress: each prompt gets one block of tokens in turn",
     )
     schedule_policy: SchedulePolicy = parameter(
         SchedulePolicy.FCFS,
         member(SchedulePolicy),
-        "which waiting request of a client and priority starts first; fcfs: the oldest; lpm: the one with "
-        "the longest cached prefix, but at most 32 later requests may overtake a request",
+        "which of the waiting requests with the same client and priority starts first; fcfs: the oldest; lpm: the "
+        "one with the longest cached prefix, but at most 32 later requests may overtake a request",
     )
     enable_kv_cache_reuse: bool = parameter(
         True, BOOLEAN, "reuse KV blocks of earlier sequences with the same prefix (prefix caching)"
@@ -203,8 +203,8 @@ class SchedulingConfig:
     max_queue_size: int = parameter(
         0,
         integer(0),
-        "maximum number of waiting sequences; a request is refused if this many of the same or a higher "
-        "priority wait; 0: no limit",
+        "maximum number of waiting sequences; a request is refused if this many sequences of its priority or a "
+        "higher one wait; 0: no limit",
     )
     max_beam_width: int | None = parameter(
         None, integer(1), "maximum number of beams of a beam search; default: max_batch_size"
@@ -337,8 +337,8 @@ class EngineConfig:
     kernels: str | None = parameter(
         None,
         choice("native", "torch"),
-        "what runs the layers of engine torch; native: compiled layers, for CPUs; torch: torch's operators; "
-        "default: native if possible",
+        "what computes the layers if engine is torch; native: compiled layers, for CPUs; torch: torch's "
+        "operators; default: native if possible",
     )
     weights: str = parameter(
         "memory",
@@ -438,7 +438,7 @@ class EngineConfig:
     debug_input_tensors: bool = parameter(
         False,
         BOOLEAN,
-        f"write {', '.join(DEBUG_INPUTS)} of every iteration to files",
+        f"write {', '.join(DEBUG_INPUTS[:-1])} and {DEBUG_INPUTS[-1]} of every iteration to files",
         behind="watchdog_timeout_ms",
     )
     debug_output_tensors: bool = parameter(
@@ -536,7 +536,7 @@ class Parameters:
     receipt_key_file: str | None = parameter(
         None,
         TEXT,
-        "file with the key that signs receipts; default: receipts are not signed",
+        "file whose bytes are the key that signs receipts; default: receipts are not signed",
         behind="default_end_ids",
     )
     kv_cache_dir: str | None = parameter(
@@ -551,7 +551,7 @@ class Parameters:
     kv_cache_max_age_s: int = parameter(
         7 * 24 * 3600,
         integer(1),
-        "seconds after which unused files in kv_cache_dir are removed",
+        "seconds without use after which a file in kv_cache_dir is removed",
         behind="kv_cache_disk_bytes",
     )
     kv_events_config: KvEventsConfig | None = parameter(
@@ -581,7 +581,8 @@ class Parameters:
     repeat_log_probs: bool = parameter(
         True,
         BOOLEAN,
-        "each response of a stream has output_log_probs of all tokens so far; false: of the response's own tokens",
+        "each response of a stream has output_log_probs of all tokens so far; false: only of the response's own "
+        "tokens",
         _MODELS,
     )
     max_repeated_logits_bytes: int = parameter(
@@ -700,14 +701,14 @@ class Parameters:
     lora_cache_host_memory_bytes: int | None = parameter(
         None,
         integer(1),
-        "host memory for LoRA adapters; weights that are being received may take as much again; default: 1 "
-        "GiB, or the size of one adapter of the highest rank if that is more",
+        "host memory for LoRA adapters; received weights that are not stored yet may take as much again; "
+        "default: 1 GiB, or the size of one adapter of the highest rank if that is more",
     )
     lora_prefetch_dir: str | None = parameter(
         None,
         TEXT,
-        "folder with a subfolder for each adapter, which is named by its task id and has two .npy files; "
-        "adapters are read at the start, and again when a request names an evicted adapter",
+        "folder with a subfolder for each adapter; the subfolder has two .npy files, and its name is the "
+        "adapter's task id; adapters are read at the start, and again when a request names an evicted adapter",
     )
     lora_dir: str | None = parameter(
         None,

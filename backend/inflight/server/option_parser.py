@@ -180,7 +180,7 @@ def _add_log_options(parser: argparse.ArgumentParser) -> None:
         "--otlp-traces-endpoint",
         metavar="URL",
         type=value_of(URL),
-        help="send OpenTelemetry spans of all requests to this collector, by OTLP over HTTP, such as "
+        help="send OpenTelemetry spans of all requests by OTLP over HTTP to this collector, such as "
         "http://localhost:4318/v1/traces",
     )
 

@@ -13,7 +13,7 @@ from enum import Enum
 from inflight import environment
 from inflight.config import PARAMETERS, ParameterSpec, Role
 from inflight.parameter_names import OTHER_NAMES, OtherNames
-from inflight.parameter_spec import BOOLEAN, ENGINE_ONLY, TEXT, integer
+from inflight.parameter_spec import BOOLEAN, ENGINE_ONLY, integer
 from inflight.triton.config_pbtxt import DEFAULT_MAX_BATCH_SIZE, MODELS
 
 _FIRST_VERSION = "0.1"
@@ -214,12 +214,14 @@ def _idle(specs: Iterator[ParameterSpec]) -> Iterator[str]:
     yield "| key | meaning | here |"
     yield "|---|---|---|"
     for spec in specs:
-        here = "read by Triton's Python backend only" if spec.read_by_triton else spec.expectation
-        values = f" (values: {spec.kind.expected})" if spec.read_by_triton and spec.kind is not TEXT else ""
+        here, _, values = spec.expectation.partition("; values: ")
+        if spec.read_by_triton:
+            here, values = "read by Triton's Python backend only", spec.kind.expected
+        values = f"; values: {_values(values)}" if values else ""
         meaning = (
             "whether Triton gives a model its tensors in CPU memory" if spec.read_by_triton else spec.meaning
         )
-        yield f"| `{spec.key}` | {mark_names(_plain(meaning))} | {_plain(here + values)} |"
+        yield f"| `{spec.key}` | {mark_names(_plain(meaning))} | {mark_names(_plain(here))}{values} |"
 
 
 def _variables() -> Iterator[str]:

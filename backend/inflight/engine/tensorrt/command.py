@@ -110,14 +110,15 @@ def _parser() -> argparse.ArgumentParser:
         help="maximum number of context chunks that are computed at a time (default: 8, or "
              "--max-batch-size if that is less)")  # fmt: skip
     add("--max-lora-rank", type=whole, default=0, metavar="N",
-        help="maximum sum of the ranks of a batch's LoRA adapters; 0: no adapters (default)")  # fmt: skip
+        help="maximum sum of the ranks of a batch's LoRA adapters; 0: no adapters (default: "
+             "%(default)s)")  # fmt: skip
     add("--additional-output", action="append", default=[], metavar="hidden_states_<i>",
         help="additional output: the hidden states after i layers; may be repeated")  # fmt: skip
     add("--tp", type=positive, default=1, metavar="N", help="tensor-parallel ranks (default: %(default)s)")
     add(
         "--target",
-        help="GPUs to build for: portable (default), current, or compute capabilities such as "
-        "sm89 or sm80,sm89",
+        help="GPUs to build for: portable, current, or compute capabilities such as sm89 or sm80,sm89 (default: "
+        "portable)",
     )
     add("--attention", choices=("split", "packed"), default=defaults.attention,
         help="split: context chunks and generation have an attention operation each; packed: one operation for "
