@@ -3,7 +3,9 @@
 import contextlib
 import gc
 import signal
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,16 +27,18 @@ def test_an_interrupt_is_noted_although_a_callback_of_the_garbage_collector_lose
     try:
         received = interrupts.note_interrupts()
         gc.callbacks.append(interrupt)
-        try:
-            gc.collect()
-        finally:
-            gc.callbacks.remove(interrupt)
-        assert received == [signal.SIGINT]
-        assert reported == [ValueError]
+        with pytest.raises(KeyboardInterrupt):
+            try:
+                gc.collect()
+            finally:
+                gc.callbacks.remove(interrupt)
+            assert (received[0], reported) == (signal.SIGINT, [ValueError])
+            signal.sigtimedwait([], 60)  # the lost exception is raised again in a moment
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("is_interrupted", [True, False])
@@ -56,4 +60,33 @@ def test_an_error_that_a_library_makes_of_an_interrupt_is_not_shown(
         with expected:
             assert interrupts.run(main) == interrupts.INTERRUPTED
     finally:
+        signal.signal(signal.SIGINT, before)
+
+
+PROGRAM = """
+import os, signal, sys
+{ends}
+os.kill(os.getpid(), signal.SIGINT)
+raise AssertionError("it went on")
+"""
+
+
+@pytest.mark.parametrize("ends", ["", "print(sys.argv[1:]); sys.exit(3)"], ids=["interrupted", "by itself"])
+def test_a_module_is_run_and_ends_quietly_if_its_imports_are_interrupted(tmp_path: Path, ends: str) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM.format(ends=ends))
+    command = [sys.executable, "-m", "inflight.interrupts", "program", "--option", "value"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    expected = (3, "['--option', 'value']\n", "") if ends else (interrupts.INTERRUPTED, "", "")
+    assert (done.returncode, done.stdout, done.stderr) == expected
+
+
+def test_an_interrupt_that_was_held_back_ends_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        signal.raise_signal(signal.SIGINT)
+        assert interrupts.run(lambda: pytest.fail("it was not interrupted")) == interrupts.INTERRUPTED
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         signal.signal(signal.SIGINT, before)

@@ -12,9 +12,9 @@ _INTERRUPTED = 130
 def main() -> int:
     """Run the command line; return the exit status."""
     try:
-        from inflight import cli
+        from inflight import cli, interrupts
 
-        return cli.main()
+        return interrupts.run(cli.main)
     except KeyboardInterrupt:
         return _INTERRUPTED
 
