@@ -169,9 +169,10 @@ def _run(
         if pictures is not None and pictures.failure:
             raise ServeError(cannot_encode(pictures.failure))
         signals.wait(are_up, _CHECK_S)
-    if not signals.any():
+    is_ready = not signals.any()
+    if is_ready:
         print(ready, flush=True)
         after_ready()
     signals.wait(lambda: False)
     openai.end(signals.several, max(1.0, options.exit_timeout_s))
-    return 128 + signals.received[-1] if signals.several() else 0
+    return signals.exit_status(has_served=is_ready)

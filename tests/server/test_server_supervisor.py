@@ -104,6 +104,20 @@ def test_a_signal_ends_the_command_during_a_restart(counting_repository: Path) -
         assert serving.process.wait(120) == 0
 
 
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_signal_before_the_server_is_ready_ends_the_command(
+    counting_repository: Path, number: signal.Signals, status: int
+) -> None:
+    model = counting_repository / "tensorrt_llm" / "1" / "model.py"
+    model.write_text(model.read_text().replace("reason = ", "time.sleep(600); reason = "))
+    with command(counting_repository) as serving:
+        assert serving.process.stderr is not None
+        assert serving.process.stderr.readline()  # tritonserver is starting
+        serving.process.send_signal(number)
+        output, errors = serving.process.communicate(timeout=120)
+    assert (serving.process.returncode, output) == (status, ""), errors
+
+
 def test_a_server_that_never_becomes_ready_is_given_up_with_the_reason(
     counting_repository: Path, tmp_path: Path
 ) -> None:

@@ -72,6 +72,12 @@ MUTATIONS_OF_SUPERVISION = (
         "        in_order = server.shut_down()\n",
     ),
     Mutation(
+        "a start that Ctrl-C ends exits with 0",
+        "server.supervisor",
+        "self.received == [signal.SIGINT] and not has_served",
+        "False",
+    ),
+    Mutation(
         "orphans are not reaped",
         "server.orphans",
         "                os.waitpid(child.pid, os.WNOHANG)\n",

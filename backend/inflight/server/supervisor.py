@@ -15,6 +15,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import TextIO
 
+from inflight.interrupts import INTERRUPTED
 from inflight.server import orphans
 from inflight.server.errors import ServeError
 from inflight.server.launch import ServerOptions, TritonServer, start_with_tries
@@ -63,6 +64,12 @@ class Signals:
     def several(self) -> bool:
         """Return whether a second signal has arrived, which means to end at once."""
         return len(self.received) > 1
+
+    def exit_status(self, has_served: bool) -> int:
+        """Return the exit status of a server that signals have ended; `has_served`: whether it had been ready."""
+        if self.several():
+            return 128 + self.received[-1]
+        return INTERRUPTED if self.received == [signal.SIGINT] and not has_served else 0
 
     def wait(self, until: Callable[[], bool], timeout: float | None = None) -> None:
         """Wait until a signal arrives, or until `until` returns true, which is checked when a child process ends.
@@ -124,7 +131,7 @@ class Supervisor:
             if loss is None:
                 break
             self._pause(loss)
-        return 128 + self._signals.received[-1] if self._signals.several() else 0
+        return self._signals.exit_status(self._has_served)
 
     def _start(self) -> TritonServer | None:
         """Start a server and return it when it is ready; return None if a signal to end arrives before."""

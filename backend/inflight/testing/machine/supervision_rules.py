@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import signal
 from itertools import pairwise
 from typing import TYPE_CHECKING
+
+from inflight.interrupts import INTERRUPTED
 
 from .kernel import ProcessEntry
 
@@ -121,11 +124,10 @@ def check_end(launcher: Launcher, further_s: float, hurry_s: float) -> None:
         )
     if launcher.error is None:
         assert launcher.signals, "the supervision has ended by itself"
-        last = 128 + launcher.signals[-1][1]
-        expected = (
-            {0, last} if len(launcher.signals) > 1 and end_s - launcher.signals[-1][0] < 0.5 else {last}
-        )
-        assert launcher.status in (expected if len(launcher.signals) > 1 else {0}), (
+        is_start = launcher.signals[0][1] == signal.SIGINT and not launcher.ready_s
+        first, last = INTERRUPTED if is_start else 0, 128 + launcher.signals[-1][1]
+        expected = {first, last} if end_s - launcher.signals[-1][0] < 0.5 else {last}
+        assert launcher.status in (expected if len(launcher.signals) > 1 else {first}), (
             f"exit status {launcher.status}"
         )
     else:
