@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -60,4 +61,5 @@ def described(package: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends this script without a traceback
     sys.exit(main())

@@ -13,11 +13,20 @@ MADE_HERE=.made-by-inflight
 # The interpreters for which the embedded server has a Python backend and torch has wheels.
 IN_RANGE='import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))'
 
-# Otherwise a shell that waits for a program goes on after SIGINT, unless SIGINT has ended the program.
+# Otherwise a shell that waits for a program goes on after SIGINT, unless SIGINT has ended the program. A command must
+# have only one $(...): between two of them, bash 5.2 cannot parse the trap ("interrupt trap: unexpected EOF").
 trap 'exit 130' INT
 
 say() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; }
 die() { say "$@"; exit 1; }
+
+# Usage: run MODULE ARGUMENTS...: ends the script with a program of the package. Python itself would print a traceback if
+# it were interrupted (Ctrl-C) while it starts, so an interrupt is held back until inflight.interrupts handles it.
+run() {
+  local holding=()
+  ! env --block-signal=INT true 2>/dev/null || holding=(env --block-signal=INT)
+  exec ${holding[@]+"${holding[@]}"} "$PYTHON" -m inflight.interrupts "$@"
+}
 
 # Usage: answer_at_once MODULE ARGUMENTS...: if they ask for help or the version, ends the script with the module's answer.
 # This installs nothing, so any Python will do.
@@ -27,7 +36,8 @@ answer_at_once() {
   for argument in "$@"; do
     case "$argument" in
       -h | --help | --version)
-        PYTHONPATH="$ROOT/backend${PYTHONPATH:+:$PYTHONPATH}" exec "$(find_python)" -m "$module" "$argument" ;;
+        PYTHON="$(find_python)"
+        PYTHONPATH="$ROOT/backend${PYTHONPATH:+:$PYTHONPATH}" run "$module" "$argument" ;;
     esac
   done
 }
@@ -70,35 +80,36 @@ bootstrap() {
     apt_install g++-aarch64-linux-gnu qemu-user ||
     say "the tests of compiled layers for Arm need g++-aarch64-linux-gnu and qemu-user; install them"
   install "$purpose"
-  printf '%s' "$wanted" >"$(stamp_file "$purpose")"
+  printf '%s' "$wanted" >"$(prefix)/.inflight-$purpose"
   exec 9<&-
 }
 
 # is_installed PURPOSE FINGERPRINT: whether the environment has the packages for this purpose. The tests' environment
 # has all packages.
 is_installed() {
-  local stamp
-  for stamp in "$(stamp_file "$1")" "$(stamp_file test)"; do
+  local stamp folder
+  folder="$(prefix)"
+  for stamp in "$folder/.inflight-$1" "$folder/.inflight-test"; do
     [ ! -f "$stamp" ] || [ "$(<"$stamp")" != "$2" ] || return 0
   done
   return 1
 }
 
 are_tests_installed() {
-  local stamp="$VENV/.inflight-test"
-  [ -x "$VENV/bin/perf_analyzer" ] && [ -f "$stamp" ] && [ "$(<"$stamp")" = "$(fingerprint)" ]
+  local stamp="$VENV/.inflight-test" wanted
+  [ -x "$VENV/bin/perf_analyzer" ] && [ -f "$stamp" ] && wanted="$(fingerprint)" && [ "$(<"$stamp")" = "$wanted" ]
 }
 
 # A .venv that is broken or incomplete is made again, but not one of another Python, which may be a user's own.
 use_venv_if_made() {
   [ -x "$VENV/bin/pip" ] && "$VENV/bin/python" -c "" 2>/dev/null || return 0
-  "$VENV/bin/python" -c "$IN_RANGE" || die ".venv is not of Python 3.10, 3.11 or 3.12: remove it, or use --no-venv"
+  "$VENV/bin/python" -c "$IN_RANGE" 2>/dev/null || die ".venv is not of Python 3.10, 3.11 or 3.12: remove it, or use --no-venv"
   PYTHON="$VENV/bin/python"
 }
 
 use_active_environment() {
   PYTHON="$(command -v python || command -v python3)" || die "--no-venv: no python on PATH"
-  "$PYTHON" -c "$IN_RANGE" || die "--no-venv: $PYTHON is not Python 3.10, 3.11 or 3.12"
+  "$PYTHON" -c "$IN_RANGE" 2>/dev/null || die "--no-venv: $PYTHON is not Python 3.10, 3.11 or 3.12"
 }
 
 find_python() {
@@ -158,7 +169,7 @@ apt_install() {
 
 install() {
   local said
-  say "installing into $("$PYTHON" -c 'import sys; print(sys.prefix)') (a minute or two, once)"
+  say "installing into $(prefix) (a minute or two, once)"
   # What goes to stderr is passed on, and kept to tell the cause of a failure.
   said="$(set -o pipefail; { cd "$ROOT" && install_packages "$1" 2>&1 >&3 | pass_on; } 3>&2)" || explain_failure "$said"
 }
@@ -188,7 +199,7 @@ install_packages() {
 # one, and only if the new one loads.
 remove_unused() {
   local packages library
-  [ "$1" = serve ] && [ -e "$("$PYTHON" -c 'import sys; print(sys.prefix)')/$MADE_HERE" ] || return 0
+  [ "$1" = serve ] && [ -e "$(prefix)/$MADE_HERE" ] || return 0
   say "removing packages' own tests and symbols for debuggers"
   packages="$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
   rm -rf "$packages"/torch/test "$packages"/torch/bin/{test_*,*Test,protoc*}
@@ -222,10 +233,11 @@ pass_on() {
 
 # Ends the script with the cause of an installation's failure, which the messages of pip or venv show.
 explain_failure() {
-  local temporary="${TMPDIR:-/tmp}" index
+  local temporary="${TMPDIR:-/tmp}" index room
   case "$1" in
     *"No space left on device"* | *"Disk quota exceeded"*)
-      die "installing failed because a disk is full: $(basename "$VENV") needs 1.3 GB while it is made ($(room "$ROOT")), and" \
+      room="$(room "$ROOT")"
+      die "installing failed because a disk is full: ${VENV##*/} needs 1.3 GB while it is made ($room), and" \
         "$temporary 0.4 GB ($(room "$temporary")); free space, or set TMPDIR to another folder" ;;
     *"connection broken by"* | *"Max retries exceeded"* | *"from versions: none"* | *"HTTP error"* | *"HTTPError"*)
       index="${PIP_INDEX_URL:-$("$PYTHON" -m pip config get global.index-url 2>/dev/null || echo PyPI)}"
@@ -251,7 +263,8 @@ for file in packages.glob("__editable__.inflight-*.pth"):
 PY
 }
 
-stamp_file() { printf '%s/.inflight-%s' "$("$PYTHON" -c 'import sys; print(sys.prefix)')" "$1"; }
+# The folder of $PYTHON's environment.
+prefix() { "$PYTHON" -c 'import sys; print(sys.prefix)' 2>/dev/null; }
 
 # A digest of the packages to install, and of the folder, because packages are installed in place (editable).
 fingerprint() {

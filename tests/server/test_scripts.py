@@ -52,6 +52,15 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def is_bash(path: Path) -> bool:
+    return path.is_file() and (path.name == "lib.sh" or "bash" in path.read_text().partition("\n")[0])
+
+
+def holds_signals() -> bool:
+    """Return whether `env` can start a program with a signal held back."""
+    return subprocess.run(["env", "--block-signal=INT", "true"], capture_output=True).returncode == 0
+
+
 def make_environment(checkout: Path, name: str, *purposes: str) -> None:
     """Make a stand-in for an environment in which everything for `purposes` is installed."""
     folder = checkout / name / "bin"
@@ -84,6 +93,7 @@ def test_perf_analyzer_of_the_tests_environment_is_used_if_present(checkout: Pat
     assert perf_analyzer(checkout) == [
         ".venv",
         "-m",
+        "inflight.interrupts",
         "benchmarks.measuring.perf_analyzer",
         "-m",
         "some_model",
@@ -96,12 +106,52 @@ def test_nothing_is_installed_if_everything_for_tests_is_there(checkout: Path, s
     command = [checkout / "scripts" / script, "some_argument"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f".venv -m inflight.{script}_command some_argument\n"
+    assert done.stdout == f".venv -m inflight.interrupts inflight.{script}_command some_argument\n"
 
 
 def test_a_script_ends_at_an_interrupt_that_its_program_survives(checkout: Path):
     script = '. "$0/scripts/lib.sh"; sh -c "kill -INT $$"; echo "it went on"'
     done = subprocess.run(["bash", "-c", script, str(checkout)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_a_script_ends_at_an_interrupt_while_it_finds_what_is_installed(checkout: Path):
+    make_environment(checkout, ".venv", "serve")
+    script = """. "$0/scripts/lib.sh"; use_venv_if_made
+prefix() { kill -INT $$; sleep 0.1; }
+is_installed serve some_fingerprint || echo "it went on" """
+    done = subprocess.run(["bash", "-c", script, str(checkout)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize(
+    "script", sorted(path.name for path in (ROOT / "scripts").iterdir() if is_bash(path))
+)
+def test_no_command_has_two_command_substitutions(script: str):
+    """Between two of them, bash 5.2 cannot parse the trap of an interrupt."""
+    text = (ROOT / "scripts" / script).read_text()
+    text = re.sub(r"<<'PY'\n.*?\nPY\n", "\n", text, flags=re.DOTALL).replace("\\\n", " ")
+    text = re.sub(r"^ *#.*$", "", text, flags=re.MULTILINE)
+    depth, num = 0, 0
+    for token in re.findall(r"\$\(|\(|\)|;|&&|\|\||\n", text):
+        if token in ("(", "$("):
+            depth += 1
+            num += token == "$(" and depth == 1
+            assert num < 2, f"two in one command of {script}"
+        elif token == ")":
+            depth = max(0, depth - 1)  # the patterns of `case` have no opening bracket
+        elif depth == 0:
+            num = 0
+
+
+@pytest.mark.skipif(not holds_signals(), reason="needs env of coreutils 8.31")
+def test_an_interrupt_during_the_start_of_a_program_is_held_back(checkout: Path):
+    make_environment(checkout, ".venv", "serve")
+    python = checkout / ".venv" / "bin" / "python"
+    starts = f"""  "-m inflight.interrupts") kill -INT $$; exec '{sys.executable}' "$@" ;;\n"""
+    python.write_text(PYTHON.replace('  "-c "*) ;;\n', f'  "-c "*) ;;\n{starts}'))
+    command = [checkout / "scripts" / "replay", "some_trace"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
@@ -369,4 +419,4 @@ def test_words_in_a_prompt_are_no_options(checkout: Path):
     words = "list with -h or --help, and chat with me"
     command = [checkout / "scripts" / "client", "generate", words]
     said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert said.stdout == f".venv -m inflight client generate {words}\n"
+    assert said.stdout == f".venv -m inflight.interrupts inflight client generate {words}\n"
