@@ -1,14 +1,28 @@
-"""The known words that a misspelled word is most like, for error messages. Standard library only."""
+"""The known words that a misspelled word may have been meant to be, for error messages. Standard library only."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 
+_MOST_LISTED = 10
+
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """Return the known word that is spelled most like `word`; None if none is similar."""
     return next(iter(equally_near(word, known)), None)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return "; did you mean 'X'?" with the known word that is spelled most like `word`; "" if none is similar."""
+    near = nearest(word, known)
+    return f"; did you mean {near!r}?" if near else ""
+
+
+def listed(words: Iterable[str]) -> str:
+    """Return the words, separated by commas. Of more than ten words, the last ones are only counted."""
+    first, rest = (every := list(words))[:_MOST_LISTED], len(every) - _MOST_LISTED
+    return ", ".join(first) + (f" and {rest} more" if rest > 0 else "")
 
 
 def equally_near(word: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:

@@ -236,8 +236,12 @@ def test_adapters_are_listed_loaded_and_unloaded(make: Make) -> None:
     it.cache.unload("a")
     assert it.cache.update().dropped == (update.stored[0].handle,)
     assert it.cache.list_adapters() == ()
-    with pytest.raises(NotFound, match="LoRA adapter a is not loaded"):
+    with pytest.raises(NotFound, match=r"LoRA adapter a is not loaded$"):
         it.cache.unload("a")
+    it.folders.adapters[LoraRequest(name="summary")] = make_weights(1, 2)
+    it.cache.load("summary").result(WAIT_S)
+    with pytest.raises(NotFound, match=r"sumary is not loaded; loaded are summary; did you mean 'summary'\?"):
+        it.cache.unload("sumary")
     with pytest.raises(NotFound, match="b is nowhere"):
         it.cache.load("b").result(WAIT_S)
 

@@ -22,5 +22,13 @@ def test_a_fresh_interpreter_finds_no_third_party_module():
     printed = subprocess.run(
         [sys.executable, "-c", before + _SCRIPT], capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    names = ("additional_outputs", "config", "errors", "file_names", "idle_parameters", "parameter_spec")
+    names = (
+        "additional_outputs",
+        "config",
+        "errors",
+        "file_names",
+        "idle_parameters",
+        "near_words",
+        "parameter_spec",
+    )
     assert printed == ["[]", str([f"inflight.{name}" for name in names])]

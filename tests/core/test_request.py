@@ -137,6 +137,12 @@ def test_each_error_has_the_tensor_the_value_and_the_allowed_values(request_, wo
             "'batched'",
         ),
         (
+            "uper",
+            ("upper", "batched"),
+            "LogitsPostProcessor uper not found: logits_post_processor_name is 'uper', expected one of 'upper', "
+            "'batched'; did you mean 'upper'?",
+        ),
+        (
             "lower",
             (),
             "LogitsPostProcessor lower not found: logits_post_processor_name is 'lower', this server has none",

@@ -182,6 +182,9 @@ def test_an_unknown_model_is_answered_with_those_that_are_there(fake_url: str) -
         answer.json()["error"]["message"]
         == f"the model 'gpt-4' does not exist; this server has {known['id']}"
     )
+    misspelled = {**ASKED, "model": known["id"][:-1]}
+    answer = httpx.post(f"{fake_url}/v1/completions", json=misspelled)
+    assert answer.json()["error"]["message"].endswith(f"; did you mean {known['id']!r}?")
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from inflight.errors import (
     without_places,
 )
 from inflight.log_lines import REQUEST_ID
+from inflight.near_words import did_you_mean, listed
 
 _log = logging.getLogger(__name__)
 
@@ -250,7 +251,11 @@ class HostAdapterCache:
         with self._lock:
             entry = next((self._entries[key] for key in keys if key in self._entries), None)
             if entry is None:
-                raise NotFound(f"LoRA adapter {adapter} is not loaded")
+                loaded = [each.name or each.path or str(each.task_id) for each in self._entries]
+                others = (
+                    f"; loaded are {listed(loaded)}{did_you_mean(str(adapter), loaded)}" if loaded else ""
+                )
+                raise NotFound(f"LoRA adapter {adapter} is not loaded{others}")
             del self._entries[entry.key]
             entry.is_unloaded = True
             if entry.users:

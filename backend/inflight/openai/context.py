@@ -87,8 +87,7 @@ def choose_context(contexts: Sequence[Context], name: str | None) -> Context:
     for context in contexts:
         if context.model.has_adapter(name):
             return context
-    known = ", ".join(name for context in contexts for name in context.model.known_names())
-    raise unknown_model(name, known)
+    raise unknown_model(name, [known for context in contexts for known in context.model.known_names()])
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from inflight.openai.serving_model import ServingModel, unknown_model
 
 router = APIRouter()
 _STARTED = int(time.time())
-_MOST_NAMED = 10  # models and adapters, in an error
 
 
 @router.get("/v1/models")
@@ -29,7 +28,7 @@ async def get_model(name: str, request: Request) -> dict[str, Any]:
     for model in listed:
         if model["id"] == name:
             return model
-    raise unknown_model(name, ", ".join(model["id"] for model in listed[:_MOST_NAMED]))
+    raise unknown_model(name, [model["id"] for model in listed])
 
 
 async def _listed(request: Request) -> list[dict[str, Any]]:

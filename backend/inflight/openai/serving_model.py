@@ -23,6 +23,7 @@ from inflight.core.request.engine_description import EngineDescription
 from inflight.core.request.sleep import SleepAction
 from inflight.errors import ConfigError, Unavailable, Unsupported, without_places
 from inflight.file_names import native
+from inflight.near_words import did_you_mean, listed
 from inflight.openai.errors import ApiError, unsupported
 from inflight.openai.options import OpenAiOptions
 from inflight.pooling import Pooling, Task, find_task, read_pooling
@@ -159,7 +160,7 @@ class ServingModel:
         if model in adapters:  # an adapter that failed is loaded again, and the engine reports the reason
             return model
         known = (*self.names, *(name for name, is_usable in adapters.items() if is_usable))
-        raise unknown_model(model, ", ".join(known))
+        raise unknown_model(model, known)
 
     def has_adapter(self, name: str) -> bool:
         """Return whether a body's `model` may name this adapter; not of an engine that is away. May block."""
@@ -267,9 +268,10 @@ class ServingModel:
         return loaded
 
 
-def unknown_model(name: str, known: str) -> ApiError:
+def unknown_model(name: str, known: Sequence[str]) -> ApiError:
     """Return the error for a body's `model` that is not one of the `known` names."""
-    message = f"the model {name[:200]!r} does not exist; this server has {known}"
+    hint = did_you_mean(name, known)
+    message = f"the model {name[:200]!r} does not exist; this server has {listed(known)}{hint}"
     return ApiError(message, 404, "model", "model_not_found")
 
 

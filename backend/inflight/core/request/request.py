@@ -21,6 +21,7 @@ from inflight.core.request.sampling_config import (
 )
 from inflight.core.request.stop import StopSignal
 from inflight.errors import InvalidArgument, Name, TooLong, Unsupported
+from inflight.near_words import did_you_mean, listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -530,13 +531,15 @@ class Request:
         name = self.logits_post_processor_name
         if not name or name in known:
             return
-        expected = f"expected one of {', '.join(map(repr, known))}" if known else "this server has none"
+        expected = f"expected one of {listed(map(repr, known))}" if known else "this server has none"
         if name == BATCHED_POST_PROCESSOR_NAME:
             problem = "Batched logits post processor is not defined"
         else:
             problem = f"LogitsPostProcessor {name[:100]} not found"
         raise InvalidArgument(
-            f"{problem}: ", Name("logits_post_processor_name"), f" is {name[:100]!r}, {expected}"
+            f"{problem}: ",
+            Name("logits_post_processor_name"),
+            f" is {name[:100]!r}, {expected}{did_you_mean(name, known)}",
         )
 
     def _validate_external_draft(self, draft: ExternalDraft, limits: ModelLimits) -> None:
