@@ -22,6 +22,7 @@ from tritonclient.utils import InferenceServerException
 from inflight.core.ports import EngineClient
 from inflight.core.request.engine_description import ModelLimits
 from inflight.core.request.request import Request
+from inflight.core.request.sampling_config import CONTROLS
 from inflight.endpoint.client import SocketEngineClient
 from inflight.endpoint.local import LocalEngineClient
 from inflight.endpoint.server import EndpointServer
@@ -256,6 +257,19 @@ def test_a_wrong_route_is_answered_with_the_nearest(
         ("/v1/completions", "max_new_tokens", "did you mean max_tokens?"),
         ("/v1/chat/completions", "stop_sequences", "did you mean stop?"),
         ("/tokenize", "text", "did you mean prompt?"),
+        ("/v1/completions", "lora_name", "send the adapter's name in model"),
+        ("/v1/chat/completions", "lora_task_id", "send the adapter's name in model"),
+        ("/v1/embeddings", "lora_name", "send the adapter's name in model"),
+        ("/v1/completions", "input_ids", "did you mean prompt?"),
+        ("/v1/chat/completions", "input_ids", "/v1/completions takes token ids as prompt"),
+        ("/v1/completions", "request_output_len", "did you mean max_tokens?"),
+        ("/v1/responses", "output_len", "did you mean max_output_tokens?"),
+        ("/v1/completions", "beam_width", "send use_beam_search true, and the number of beams in n"),
+        ("/v1/completions", "bad_words_list", "did you mean bad_words?"),
+        ("/v1/completions", "end_id", "did you mean stop_token_ids?"),
+        ("/v1/chat/completions", "num_top_log_probs", "did you mean top_logprobs?"),
+        ("/v1/chat/completions", "image_url_input", "takes pictures in messages"),
+        ("/v1/completions", "draft_input_ids", "leave it out"),
     ],
 )
 def test_a_field_of_another_route_or_server_is_answered_with_what_to_send(
@@ -263,6 +277,17 @@ def test_a_field_of_another_route_or_server_is_answered_with_what_to_send(
 ) -> None:
     error = httpx.post(fake_url + route, json={field: []}).json()["error"]
     assert (error["param"], error["code"]) == (field, "unknown_parameter") and hint in error["message"]
+
+
+def test_an_input_of_a_sampling_control_is_answered_with_the_field(fake_url: str) -> None:
+    num = 0
+    for control in (each for each in CONTROLS.values() if each.body is not None and each.body.name != "n"):
+        for name in {control.tensor, *control.aliases, *control.text_names} - {control.body.name}:
+            answer = httpx.post(f"{fake_url}/v1/completions", json={**ASKED, name: 1})
+            if answer.status_code == 400:
+                assert f"; did you mean {control.body.name}?" in answer.json()["error"]["message"], name
+                num += 1
+    assert num >= 10
 
 
 def test_a_body_that_is_not_json_is_refused(fake_url: str) -> None:

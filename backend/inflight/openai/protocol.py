@@ -7,11 +7,12 @@ gives the reason. `sampling` converts fields for the engine.
 
 from __future__ import annotations
 
-import difflib
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from inflight.core.request.sampling_config import CONTROLS
+from inflight.near_words import nearest
 from inflight.openai.control_fields import BodyControls
 from inflight.openai.errors import ApiError, refused, unsupported
 
@@ -62,28 +63,72 @@ class Body(BaseModel):
         return given
 
 
+_PROMPT = "/v1/completions takes a prompt, and a chat has messages"
+_PICTURES = "/v1/chat/completions takes pictures in messages"
+_USAGE = "usage in the answer has this number"
 _OF_OTHER_ROUTES = {
     "messages": "/v1/chat/completions takes messages",
-    "prompt": "/v1/completions takes a prompt, and a chat has messages",
+    "prompt": _PROMPT,
+    "text_input": _PROMPT,
+    "input_ids": "/v1/completions takes token ids as prompt, and a chat has messages",
     "input": "/v1/responses and /v1/embeddings take input; /v1/completions takes a prompt, and "
     "/v1/chat/completions messages",
+    **dict.fromkeys(("image_url", "image_url_input", "image_input", "image_bytes_input"), _PICTURES),
+    **dict.fromkeys(("return_num_input_tokens", "return_num_output_tokens"), _USAGE),
+    "exclude_input_in_output": "answers have no prompt unless echo is true",
 }
+"""Advice in an error about an unknown field, by the field."""
 
+_BY_OTHER_FIELDS = {
+    **dict.fromkeys(
+        ("lora_name", "lora_task_id", "lora_id", "lora_path"),
+        ("model", "send the adapter's name in model"),
+    ),
+    **dict.fromkeys(
+        ("beam_width", "num_beams"),
+        ("use_beam_search", "send use_beam_search true, and the number of beams in n"),
+    ),
+}
+"""The field that a body has in place of a tensor of Triton's models, and how to use it, by the tensor."""
 
 _SAME_MEANING = (
-    ("max_completion_tokens", "max_output_tokens", "max_tokens", "max_new_tokens", "n_predict"),
-    ("n", "num_return_sequences", "num_sequences"),
-    ("prompt", "text", "text_input"),
-    ("stop", "stop_sequences", "stop_words", "stop_strings"),
+    (
+        *("max_completion_tokens", "max_output_tokens", "max_tokens", "max_new_tokens", "n_predict"),
+        *("request_output_len", "output_len", "sampling_param_max_tokens"),
+    ),
+    ("n", "num_return_sequences", "num_sequences", "sampling_param_best_of"),
+    ("prompt", "text", "text_input", "input_ids"),
+    ("stop", "stop_sequences", "stop_words", "stop_strings", "stop_words_list", "sampling_param_stop"),
+    ("bad_words", "bad_words_list"),
+    ("stop_token_ids", "end_id", "end_ids"),
+    ("stream", "streaming"),
+    ("logprobs", "return_log_probs"),
+    ("top_logprobs", "logprobs", "num_top_log_probs"),
+    ("prompt_logprobs", "return_prompt_log_probs"),
+    ("logit_bias", "embedding_bias", "embedding_bias_words", "embedding_bias_weights"),
+    ("structured_outputs", "guided_decoding_guide", "guided_decoding_guide_type"),
+    ("priority", "request_priority"),
+    ("cache_salt", "cache_salt_id"),
+    *(
+        (each.body.name, each.tensor, *each.aliases, *each.text_names)
+        for each in CONTROLS.values()
+        if each.body is not None
+    ),
 )
-"""Names that one field has in several protocols and servers."""
+"""Names that one field has in several protocols and servers, tensors of Triton's models included."""
 
 
 def _unknown(name: str, known: list[str]) -> ApiError:
     name = name[:100]
-    same = [other for names in _SAME_MEANING if name in names for other in names if other in known]
-    near = same or difflib.get_close_matches(name, known, n=1)
-    hint = _OF_OTHER_ROUTES.get(name) or (f"did you mean {near[0]}?" if near else "leave it out")
+    same = (other for names in _SAME_MEANING if name in names for other in names if other in known)
+    field, way = _BY_OTHER_FIELDS.get(name, ("", ""))
+    if field in known:
+        hint = way
+    elif near := next(same, None):
+        hint = f"did you mean {near}?"
+    else:
+        near = nearest(name, known)
+        hint = _OF_OTHER_ROUTES.get(name) or (f"did you mean {near}?" if near else "leave it out")
     return ApiError(f"unknown field {name}: it would be ignored; {hint}", 400, name, "unknown_parameter")
 
 
