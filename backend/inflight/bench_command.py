@@ -32,8 +32,9 @@ def main(arguments: list[str] | None = None) -> int:
     name = arguments[0].replace("-", "_")
     if name not in programs:
         near = nearest(name, programs)
-        hint = f"; did you mean {near}?" if near else ""
-        sys.stderr.write(f"{_usage(programs)}\nbench: there is no benchmark {arguments[0]}{hint}\n")
+        hint = f"did you mean {near}?" if near else "expected a name of the list above"
+        program = program_name("scripts/bench")
+        sys.stderr.write(f"{_usage(programs)}\n{program}: there is no benchmark {arguments[0]}; {hint}\n")
         return 2
     sys.argv[:] = [sys.argv[0], *arguments[1:]]
     # Some benchmarks start processes of their own, which have to find the package, too.
