@@ -5,7 +5,6 @@ The tensors are interpreted by `requests`, as for a served model. Any thread.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from inflight.core.request.engine_description import EngineDescription, ModelLimits
 from inflight.core.request.request import Request
 from inflight.errors import InvalidArgument, Name, Unsupported
+from inflight.near_words import nearest
 from inflight.prompt import Prompt
 from inflight.tensors.input_table import INPUTS
 from inflight.tensors.output_table import OUTPUTS
@@ -77,8 +77,8 @@ class InferenceRequest:
     def _check_name(self, name: str) -> None:
         names = [known for known, _ in INPUTS.declared(Vocabulary.TOKENS)]
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            near = nearest(name, names)
+            hint = f"; did you mean {near}?" if near else ""
             raise InvalidArgument(f"there is no tensor {name!r}{hint}")
 
 
