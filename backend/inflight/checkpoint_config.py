@@ -48,6 +48,23 @@ def instead_of_gguf(path: Path) -> str:
     return _NAME_THE_FILE if is_gguf else ""
 
 
+def read_json(path: Path) -> Any:
+    """Return the value in a JSON file of a checkpoint.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ConfigError: The file cannot be read, or is no JSON, for example because a download was interrupted.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}: download it again") from error
+
+
 class ConfigFile:
     """Typed access to the keys of one JSON object. A key whose value is null counts as absent.
 
@@ -74,11 +91,9 @@ class ConfigFile:
     def load(cls, path: Path) -> ConfigFile:
         """Read the file `path`; raise ConfigError if it is missing or not a JSON object."""
         try:
-            values: Any = json.loads(path.read_text(encoding="utf-8"))
+            values = read_json(path)
         except FileNotFoundError:
             raise ConfigError(f"{path} does not exist; a Hugging Face checkpoint folder has one") from None
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
         if not is_object(values):
             raise ConfigError(f"{path} holds a {type(values).__name__}, expected a JSON object")
         return cls(path, values)

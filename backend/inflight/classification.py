@@ -6,7 +6,6 @@ embeddings, and `/v1` applies the head, which is small. Any thread.
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from enum import Enum
@@ -17,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inflight.arrays import BFLOAT16, to_float32
-from inflight.checkpoint_config import ConfigFile, read_config_file
+from inflight.checkpoint_config import ConfigFile, read_config_file, read_json
 from inflight.errors import ConfigError
 from inflight.json_values import is_object
 from inflight.pooling import CLASSIFICATION_HEAD
@@ -106,11 +105,9 @@ def _num_bytes(tensor: StoredTensor, dtype: np.dtype[Any]) -> int:
 def _file_name(folder: Path) -> str:
     """Return the name of the safetensors file that has the head."""
     try:
-        index: Any = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+        index = read_json(folder / _INDEX)
     except FileNotFoundError:
         return "model.safetensors"
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder / _INDEX} cannot be read as JSON: {error}") from error
     files = index.get("weight_map") if is_object(index) else None
     name = files.get(CLASSIFICATION_HEAD) if is_object(files) else None
     if not isinstance(name, str):

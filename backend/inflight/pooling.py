@@ -6,13 +6,11 @@ Reads the files with which sentence-transformers describes an embedding model: `
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any
 
-from inflight.checkpoint_config import ConfigFile
+from inflight.checkpoint_config import ConfigFile, read_json
 from inflight.errors import ConfigError
 from inflight.json_values import is_list, is_object
 
@@ -131,11 +129,9 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
     """Return (class without its package, folder) of each module; empty without a file of this form."""
     path = folder / _MODULES
     try:
-        modules: Any = json.loads(path.read_text(encoding="utf-8"))
+        modules = read_json(path)
     except FileNotFoundError:
         return []
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
     found: list[tuple[str, str]] = []
     for module in modules if is_list(modules) else ():
         kind, of = (module.get("type"), module.get("path", "")) if is_object(module) else (None, "")

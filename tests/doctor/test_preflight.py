@@ -443,11 +443,22 @@ def test_a_damaged_tokenizer(tmp_path: Path) -> None:
     shutil.copytree(DEMO_MODEL, folder)
     file = folder / "tokenizer.json"
     os.truncate(file, 500)
-    said = f"{file} is damaged: "
-    assert problem(folder).startswith(said)
-    assert problem(DEMO_MODEL, settings={"tokenizer_dir": str(folder)}).startswith(said)
+    said, mend = f"{file} cannot be read as JSON: ", ": download it again, or remove it to serve requests"
+    for found in (problem(folder), problem(DEMO_MODEL, settings={"tokenizer_dir": str(folder)})):
+        assert found.startswith(said) and mend in found
     file.unlink()
     assert not list(preflight.problems(ServerOptions(wanted=Wanted(folder))))
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+def test_a_truncated_file_is_to_be_downloaded_again(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "demo"
+    shutil.copytree(DEMO_MODEL, folder)
+    (folder / name).write_text('{"a": [1, ')
+    found = problem(folder)
+    assert found.startswith(f"{folder / name} cannot be read as JSON: ") and found.endswith(
+        ": download it again"
+    )
 
 
 def test_missing_and_damaged_weights(tmp_path: Path) -> None:

@@ -233,7 +233,7 @@ def test_an_error_names_the_whole_path_of_a_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", r"config\.json cannot be read as JSON: Expecting property name"),
+        ("{", r"config\.json cannot be read as JSON: Expecting property name.*: download it again"),
         ("[]", r"config\.json holds a list, expected a JSON object"),
     ],
 )

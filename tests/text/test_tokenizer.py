@@ -129,13 +129,16 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer\.json is not a tokenizer"):
         Tokenizer.from_dir(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes(b"\xff{}")
-    with pytest.raises(ConfigError, match=r"tokenizer\.json is not a tokenizer"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read as JSON: .*: download it again"):
         Tokenizer.from_dir(tmp_path)
     save("llama", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"7": "no object"}}')
     with pytest.raises(ConfigError, match=r"the special and added tokens of .* cannot be read"):
         Tokenizer.from_dir(tmp_path)
-    for broken, message in (("{", "not valid JSON"), ("[]", "must hold a JSON object, not a list")):
+    for broken, message in (
+        ("{", "cannot be read as JSON: .*: download it again"),
+        ("[]", "must hold a JSON object, not a list"),
+    ):
         (tmp_path / "tokenizer_config.json").write_text(broken)
         with pytest.raises(ConfigError, match=rf"tokenizer_config\.json.*{message}"):
             Tokenizer.from_dir(tmp_path)

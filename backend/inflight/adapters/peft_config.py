@@ -65,7 +65,9 @@ class PeftConfig:
         except FileNotFoundError:
             raise InvalidArgument(f"{CONFIG_FILE} is missing") from None
         except (OSError, ValueError) as error:
-            raise InvalidArgument(f"{CONFIG_FILE} cannot be read as JSON: {error}") from None
+            raise InvalidArgument(
+                f"{CONFIG_FILE} cannot be read as JSON: {error}: download it again"
+            ) from None
         if not is_object(values):
             raise InvalidArgument(f"{CONFIG_FILE} holds a {type(values).__name__}, expected a JSON object")
         return cls.from_values(values)

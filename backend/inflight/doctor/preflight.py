@@ -18,7 +18,7 @@ from typing import cast
 
 from inflight import environment
 from inflight.arguments import why_not_writable
-from inflight.checkpoint_config import CheckpointFacts, ConfigFile, read_config_file
+from inflight.checkpoint_config import CheckpointFacts, ConfigFile, read_config_file, read_json
 from inflight.config import INT8, MMAP, EngineConfig, Parameters
 from inflight.doctor.disks import (
     MIN_TEMPORARY_BYTES,
@@ -101,7 +101,7 @@ def problems(options: ServerOptions, root: Path = Path("/")) -> Iterator[str]:
         or _too_few_tokens(engine)
         or _memory(options, parameters, root)
         or _weights(options, engine)
-        or _tokenizer(options)
+        or _small_files(options)
         or _classes_or_scores(options, engine)
         or _draft_folder(engine)
         or _ranks(parameters)
@@ -439,15 +439,22 @@ def _weight_bytes(config: ConfigFile, engine: EngineConfig) -> WeightBytes | Non
         return None  # another check, or loading the model, reports it
 
 
-def _tokenizer(options: ServerOptions) -> str | None:
-    """Return why tokenizer.json is damaged, for example by an interrupted download."""
-    folder = options.wanted.settings.get("tokenizer_dir") or options.wanted.model
-    if folder is None or not (file := Path(folder, "tokenizer.json")).is_file():
-        return None
-    try:
-        json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        return f"{file} is damaged: {error}. Download it again, or remove it to serve requests with token ids only"
+def _small_files(options: ServerOptions) -> str | None:
+    """Return which file beside config.json is damaged, for example by an interrupted download."""
+    model = options.wanted.model
+    tokenizer = options.wanted.settings.get("tokenizer_dir") or model
+    for folder, name, instead in (
+        (model, "generation_config.json", ""),
+        (tokenizer, "tokenizer.json", ", or remove it to serve requests with token ids only"),
+        (tokenizer, "tokenizer_config.json", ""),
+    ):
+        try:
+            if folder is not None:
+                read_json(Path(folder, name))
+        except FileNotFoundError:
+            continue
+        except ConfigError as error:
+            return f"{error}{instead}"
     return None
 
 

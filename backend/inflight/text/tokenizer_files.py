@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, processors
 
-from inflight.checkpoint_config import CheckpointFacts
+from inflight.checkpoint_config import CheckpointFacts, read_json
 from inflight.errors import ConfigError, InflightError
 from inflight.json_values import is_list, is_object
 from inflight.text.tokenizer_class import (
@@ -72,9 +72,9 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
         raise ConfigError(f"{path} does not exist: text can only be served with a tokenizer.json")
     settings, facts = _read_json(folder / "tokenizer_config.json"), CheckpointFacts.read(folder)
     model_type, class_name = facts.model_type, facts.tokenizer_class
+    pipeline = read_json(path)
     with library_errors_as(ConfigError, f"{path} is not a tokenizer"):
         text = path.read_text(encoding="utf-8")
-        pipeline = json.loads(text)
         tokenizer_class = find_tokenizer_class(settings, model_type, class_name, text)
         if tokenizer_class is not None and can_be_rebuilt(pipeline):
             pipeline_text = json.dumps(rebuilt(pipeline, tokenizer_class.parts(settings)))
@@ -233,10 +233,7 @@ def _as_dict(value: Any) -> dict[str, Any]:
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    content = read_json(path)
     if not is_object(content):
         raise ConfigError(f"{path} must hold a JSON object, not a {type(content).__name__}")
     return content

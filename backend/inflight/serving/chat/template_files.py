@@ -7,12 +7,12 @@ tokens that templates use. Any thread.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from inflight.checkpoint_config import read_json
 from inflight.errors import ConfigError
 from inflight.file_names import native
 from inflight.text.tokenizer_files import read_tokenizer
@@ -75,10 +75,7 @@ def _from_jinja_files(folder: Path) -> dict[str, str]:
 def _from_settings(path: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
-    try:
-        settings: Any = json.loads(_read_text(path))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    settings = read_json(path)
     found: Any = cast(dict[str, Any], settings).get("chat_template") if isinstance(settings, dict) else None
     if found is None:
         return {}
