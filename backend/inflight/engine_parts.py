@@ -39,6 +39,18 @@ if TYPE_CHECKING:
 _OF_DEVICES = ("CUDA_VISIBLE_DEVICES", "INFLIGHT_CPU_TARGET", "INFLIGHT_CPU_BUILD")
 """The environment variables that decide which device and which code compute KV blocks."""
 
+_OF_PLACES = frozenset({"gpu_device_ids", "launch_mode", "mpirun_arguments"})
+"""The parameters that decide where ranks run, and so on which devices."""
+
+_NOT_OF_BLOCKS = frozenset(
+    {
+        *("gpt_model_path", "tensorrt_engine_dir"),  # the content of these folders counts, not their names
+        *("kv_cache_free_cpu_mem_fraction", "kv_cache_free_gpu_mem_fraction", "kv_cache_host_memory_bytes"),
+        *("max_tokens_in_paged_kv_cache", "max_sequence_length", "engine_threads", "normalize_log_probs"),
+    }
+)
+"""The engine's parameters on which neither the content of KV blocks depends nor the code that computes them."""
+
 OnHang: TypeAlias = "Callable[[Unavailable], None]"
 
 
@@ -106,9 +118,11 @@ def make_block_store(
 
 
 def label_of_blocks(parameters: Parameters, model_path: str) -> str:
-    """Return a digest of all that the identity of saved KV blocks depends on, and of more.
+    """Return a digest of all that the identity of saved KV blocks depends on, and of a little more.
 
     It is known before the model is loaded. If the labels of two servers are equal, so are the identities.
+    Parameters that surely do not change the identity are left out, so that most servers with equal identities have
+    equal labels.
 
     Args:
         parameters: The engine's parameters.
@@ -119,12 +133,17 @@ def label_of_blocks(parameters: Parameters, model_path: str) -> str:
     """
     from inflight.block_store import cache_identity
     from inflight.parameter_spec import declared_rows
-    from inflight.receipts.engine_part import versions
+    from inflight.receipts.engine_part import PARAMETERS, versions
 
     facts: dict[str, object] = {**versions(), "machine": platform.node()}
     facts |= {name: os.environ.get(name, "") for name in _OF_DEVICES}
-    for owner in (parameters, parameters.engine, parameters.scheduler):
-        facts |= {spec.key: getattr(owner, name) for name, spec in declared_rows(type(owner)).items()}
+    for owner in (parameters, parameters.engine):
+        of_owner = {spec.key: getattr(owner, name) for name, spec in declared_rows(type(owner)).items()}
+        wanted = (
+            of_owner.keys() - _NOT_OF_BLOCKS if owner is parameters.engine else {*PARAMETERS, *_OF_PLACES}
+        )
+        facts |= {key: value for key, value in of_owner.items() if key in wanted}
+    facts["has_draft_head"] = parameters.engine.has_draft_head
     return cache_identity(_cached_folders(parameters, model_path), facts)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from inflight.block_store.files import is_in_use
 from inflight.build import RunningEngine, check_parameters, start_engine
 from inflight.config import Parameters, SchedulingConfig
 from inflight.core.kv.block_keys import PrefixIdentity
@@ -20,7 +21,7 @@ from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.engine.block_memory import CacheBytes, Entries
-from inflight.engine_parts import make_block_store
+from inflight.engine_parts import label_of_blocks, make_block_store
 from inflight.errors import ConfigError
 from tests.engine.pictures import Picture, expected_tokens, make_prompt, request_of
 from tests.models.zoo import make_model
@@ -66,21 +67,25 @@ class Served:
         return self.saved.num_saved, self.saved.num_loaded, self.saved.num_unread
 
 
-@contextmanager
-def served(
+def parameters_of(
     folder: Path | None, model: Path = DEMO, dtype: str = "float32", **fields: Any
-) -> Iterator[Served]:
-    """An engine that saves its blocks in `folder`."""
+) -> Parameters:
+    """The parameters of an engine that saves its blocks in `folder`."""
     parameters = Parameters(kv_cache_dir=None if folder is None else str(folder))
     of_engine = {"gpt_model_path": str(model), "dtype": dtype, **fields.pop("engine", {})}
     of_scheduler = {"enable_chunked_context": True, **fields.pop("scheduler", {})}
-    parameters = replace(
+    return replace(
         parameters,
         engine=replace(parameters.engine, **of_engine),
         scheduler=replace(parameters.scheduler, **of_scheduler),
         **fields,
     )
-    engine = start_engine(parameters, "")
+
+
+@contextmanager
+def served(folder: Path | None, model: Path = DEMO, **fields: Any) -> Iterator[Served]:
+    """A running engine that saves its blocks in `folder`."""
+    engine = start_engine(parameters_of(folder, model, **fields), "")
     try:
         yield Served(engine)
     finally:
@@ -242,6 +247,45 @@ def test_a_folder_without_prefix_reuse_is_refused(tmp_path):
     assert message == (
         "kv_cache_dir is given, but enable_kv_cache_reuse is false, so no request would find a saved KV block"
     )
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_other"),
+    [
+        (
+            {
+                "engine": {
+                    "max_tokens_in_paged_kv_cache": 3200,
+                    "engine_threads": 1,
+                    "max_sequence_length": 64,
+                }
+            },
+            False,
+        ),
+        ({"scheduler": {"max_num_tokens": 64, "max_beam_width": 1}}, False),
+        ({"kv_cache_disk_bytes": 1 << 27, "stream_interval": 2, "exclude_input_in_output": True}, False),
+        ({"model": "link"}, False),
+        ({"engine": {"tokens_per_block": 16}}, True),
+        ({"dtype": "bfloat16"}, True),
+    ],
+)
+def test_a_start_in_a_folder_in_use_is_foreseen(
+    tmp_path: Path, fields: dict[str, Any], is_other: bool
+) -> None:
+    """Before a model is loaded, the label tells what the identity tells afterwards."""
+    if "model" in fields:
+        (tmp_path / "link").symlink_to(DEMO)
+        fields = {"model": tmp_path / "link"}
+    folder = tmp_path / "kv"
+    with served(folder):
+        assert is_in_use(folder, label_of_blocks(parameters_of(folder), str(DEMO)))
+        parameters = parameters_of(folder, **fields)
+        assert is_in_use(folder, label_of_blocks(parameters, str(fields.get("model", DEMO)))) is not is_other
+        if is_other:
+            with served(folder, **fields):
+                pass
+        else:
+            assert "another server uses the blocks of this model there" in refused(folder, **fields)
 
 
 def test_sizes_of_files_without_a_folder_are_refused():

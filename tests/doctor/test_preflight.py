@@ -575,6 +575,10 @@ def test_a_folder_for_kv_blocks_in_which_another_server_has_the_same_blocks(
     files = BlockFiles(tmp_path, "0" * 32, 1000, 1 << 20, 1e6, label=label)
     told = "another server uses the blocks of this model there; give each server a folder of its own"
     assert problem(DEMO_MODEL, kv_cache_dir=tmp_path) == f"--kv-cache-dir {tmp_path}: {told}"
+    alike = replace(
+        wanted, kv_cache_disk_bytes=1 << 30, settings={"max_num_tokens": "64", "max_queue_size": "5"}
+    )
+    assert list(preflight.problems(ServerOptions(wanted=alike))) == [f"--kv-cache-dir {tmp_path}: {told}"]
     for other in (replace(wanted, dtype="float32"), replace(wanted, settings={"tokens_per_block": "16"})):
         assert not list(preflight.problems(ServerOptions(wanted=other)))
     files.close()
