@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -26,10 +28,13 @@ from inflight.doctor.finding import red
 from inflight.engine_parts import label_of_blocks
 from inflight.gguf import folder as gguf_folder
 from inflight.gguf.folder import checkpoint_of
+from inflight.openai.batches.folder import BatchFolder
 from inflight.openai.options import OpenAiOptions
+from inflight.openai.responses.file import ResponseFile
 from inflight.server import launch
 from inflight.server.errors import OptionError
 from inflight.server.launch import ServerOptions
+from inflight.server.ports import Ports
 from inflight.server.repository import RuntimeRepository, Wanted, default_repository
 from tests.models.draft_heads import make_drafting_model
 from tests.models.eagle_heads import make_random_head
@@ -583,6 +588,38 @@ def test_a_folder_for_kv_blocks_in_which_another_server_has_the_same_blocks(
         assert not list(preflight.problems(ServerOptions(wanted=other)))
     files.close()
     assert not list(preflight.problems(ServerOptions(wanted=wanted)))
+
+
+def test_files_and_sockets_that_another_server_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "_ENDS_S", 0.05)
+    batches, store, path = tmp_path / "batches", tmp_path / "store", tmp_path / "socket"
+
+    def found() -> list[str]:
+        openai = OpenAiOptions(batch_dir=batches, response_store=store)
+        wanted = Wanted(DEMO_MODEL, settings={"engine_endpoint": str(path)})
+        return list(preflight.problems(ServerOptions(wanted=wanted, openai=openai, ports=Ports(openai=0))))
+
+    assert not found()
+    with (
+        contextlib.closing(BatchFolder(batches, 1 << 20)),
+        contextlib.closing(ResponseFile(store)),
+        socket.socket(socket.AF_UNIX) as listener,
+    ):
+        listener.bind(str(path))
+        listener.listen()
+        assert found() == [
+            f"--batch-dir {batches}: another server uses this folder; give each server a folder of its own"
+        ]
+        batches = tmp_path / "other"
+        assert found() == [
+            f"--response-store {store}: another server uses this file; give each server a file of its own"
+        ]
+        store = tmp_path / "other store"
+        (said,) = found()
+        assert said.startswith(f"--set engine_endpoint={path}: another server listens there")
+    batches, store = tmp_path / "batches", tmp_path / "store"
+    assert not found()
+    assert not {"other", "other store"} & {each.name for each in tmp_path.iterdir()}, "no file is made"
 
 
 def test_a_folder_for_kv_blocks_of_another_machine_is_not_looked_at(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -47,7 +47,7 @@ from inflight.pooling import Task, classifies, find_task
 from inflight.ranks import topology
 from inflight.server.launch import ServerOptions, lay_out
 from inflight.server.other_servers import flags_that_set
-from inflight.server.repository import read_engine_parameters
+from inflight.server.repository import ENGINE_ENDPOINT, read_engine_parameters
 
 _ENGINE = "tensorrt_llm"
 _CHECKED = ("*.safetensors", "tokenizer.json", "config.json")
@@ -95,7 +95,8 @@ def problems(options: ServerOptions, root: Path = Path("/")) -> Iterator[str]:
     if parameters is not None and (reason := _saved_blocks(options, parameters)):
         yield reason
     reason = (
-        _family(options, engine)
+        _in_use(options)
+        or _family(options, engine)
         or (None if options.mpirun_arguments else missing_gpu(parameters, root))  # other hosts may have it
         or lacking_in_decoder(parameters)
         or _too_few_tokens(engine)
@@ -290,10 +291,7 @@ def _saved_blocks(options: ServerOptions, parameters: Parameters) -> str | None:
 
 
 def _why_in_use(folder: Path, parameters: Parameters) -> str | None:
-    """Return that another server with the same model and settings saves its KV blocks in the folder.
-
-    Waits for a moment, because a server that was killed may just be ending.
-    """
+    """Return that another server with the same model and settings saves its KV blocks in the folder."""
     model = parameters.engine.gpt_model_path or parameters.engine.engine_dir
     if model is None or not any(folder.glob("*/lock")):
         return None
@@ -302,14 +300,52 @@ def _why_in_use(folder: Path, parameters: Parameters) -> str | None:
     from inflight.engine_parts import label_of_blocks
 
     with contextlib.suppress(OSError):  # loading the model reports it
-        label, deadline = label_of_blocks(parameters, native(model)), time.monotonic() + _ENDS_S
-        while is_in_use(folder, label):
-            if time.monotonic() >= deadline:
-                return (
-                    "another server uses the blocks of this model there; give each server a folder of its own"
-                )
-            time.sleep(_ENDS_S / 10)
+        label = label_of_blocks(parameters, native(model))
+        if _stays(lambda: is_in_use(folder, label)):
+            return "another server uses the blocks of this model there; give each server a folder of its own"
     return None
+
+
+def _in_use(options: ServerOptions) -> str | None:
+    """Return which folder, file or socket of the options another server uses."""
+    if options.write_repository is not None:
+        return None  # they may be those of another machine
+    # Imported here, as msgspec would stay in the launcher's memory.
+    has_openai, socket = options.ports.openai is not None, options.wanted.settings.get(ENGINE_ENDPOINT)
+    if has_openai and (folder := options.openai.batch_dir) is not None and folder.is_dir():
+        from inflight.openai.batches.folder import is_in_use
+
+        if _stays(lambda: is_in_use(folder)):
+            return (
+                f"--batch-dir {folder}: another server uses this folder; give each server a folder of its own"
+            )
+    if has_openai and (file := options.openai.response_store) is not None and file.is_file():
+        from inflight.openai.responses.file import is_in_use as is_file_in_use
+
+        if _stays(lambda: is_file_in_use(file)):
+            return (
+                f"--response-store {file}: another server uses this file; give each server a file of its own"
+            )
+    if socket is not None and Path(socket).is_socket():
+        from inflight.endpoint.path import is_in_use as is_socket_in_use
+
+        with contextlib.suppress(OSError):  # loading the model reports it
+            if _stays(lambda: is_socket_in_use(socket)):
+                return (
+                    f"--set {ENGINE_ENDPOINT}={socket}: another server listens there; give each server a socket "
+                    "of its own"
+                )
+    return None
+
+
+def _stays(is_in_use: Callable[[], bool]) -> bool:
+    """Return whether something stays in use for a moment: a server that was killed may just be ending."""
+    deadline = time.monotonic() + _ENDS_S
+    while is_in_use():
+        if time.monotonic() >= deadline:
+            return True
+        time.sleep(_ENDS_S / 10)
+    return False
 
 
 def _family(options: ServerOptions, engine: EngineConfig | None) -> str | None:

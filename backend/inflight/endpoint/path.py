@@ -132,13 +132,19 @@ def _remove_stale(path: str, option: str) -> None:
         return
     if not is_socket:
         raise ConfigError(f"{option}: {path} exists and is not a socket")
+    if is_in_use(path):
+        raise ConfigError(f"{option}: another server listens at {path}")
+    remove(path)  # its server is dead
+
+
+def is_in_use(path: str) -> bool:
+    """Return whether a process listens at a Unix socket, which must exist."""
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(path)
         except ConnectionRefusedError:
-            remove(path)  # its server is dead
-            return
-    raise ConfigError(f"{option}: another server listens at {path}")
+            return False
+    return True
 
 
 def _file_name(model_name: str) -> str:

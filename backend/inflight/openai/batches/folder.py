@@ -7,6 +7,7 @@ loop, except what is said to run on other threads.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import secrets
@@ -61,6 +62,19 @@ class FileRecord(msgspec.Struct, frozen=True):
         }
 
 
+_LOCK = ".lock"
+
+
+def is_in_use(path: Path) -> bool:
+    """Return whether a process uses the folder, which need not exist. Makes no file, and keeps no lock."""
+    with contextlib.suppress(OSError), (path / _LOCK).open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 class BatchFolder:
     """The files in a folder, which only this process uses until `close`.
 
@@ -77,7 +91,7 @@ class BatchFolder:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path = path
         self._max_bytes = max_bytes
-        self._lock = os.open(path / ".lock", os.O_CREAT | os.O_RDWR, _PRIVATE)
+        self._lock = os.open(path / _LOCK, os.O_CREAT | os.O_RDWR, _PRIVATE)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -6,6 +6,7 @@ for the disk. If a write fails, the response is in memory only.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sqlite3
@@ -22,6 +23,17 @@ _PRIVATE = 0o600
 _TABLE = """CREATE TABLE IF NOT EXISTS responses (
     number INTEGER PRIMARY KEY, owner BLOB, id TEXT, response BLOB, items BLOB, output BLOB, UNIQUE (owner, id))"""
 _ITEMS = msgspec.msgpack.Decoder(list[bytes])
+
+
+def is_in_use(path: Path) -> bool:
+    """Return whether a process uses the file, which need not exist. Makes no file."""
+    try:
+        database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=0)
+        with contextlib.closing(database):
+            database.execute("SELECT 1 FROM sqlite_master")
+    except sqlite3.Error as error:
+        return "locked" in str(error)
+    return False
 
 
 class ResponseFile:
