@@ -80,6 +80,41 @@ def test_a_module_is_run_and_ends_quietly_if_its_imports_are_interrupted(tmp_pat
     assert (done.returncode, done.stdout, done.stderr) == expected
 
 
+@pytest.mark.parametrize(
+    "program",
+    [
+        "from inflight.doctor.programs import check_torch; list(check_torch(False))",
+        "from inflight.load_model import import_for_good; import_for_good()",
+    ],
+)
+def test_the_import_of_torch_is_not_interrupted(tmp_path: Path, program: str) -> None:
+    """In its C++ code the exception would end the process by an abort."""
+    (tmp_path / "torch.py").write_text(
+        "import os, signal; os.kill(os.getpid(), signal.SIGINT); open('imported', 'w').close()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, timeout=60)
+    assert done.returncode == -signal.SIGINT and (tmp_path / "imported").exists(), done.stderr
+
+
+def test_a_failure_of_a_program_that_was_interrupted_is_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    before = signal.getsignal(signal.SIGINT)
+
+    def main(status: int, exits: bool) -> int:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        return sys.exit(status) if exits else status
+
+    try:
+        assert interrupts.run(lambda: main(1, False)) == interrupts.INTERRUPTED
+        assert interrupts.run(lambda: main(1, True)) == interrupts.INTERRUPTED
+        assert interrupts.run(lambda: main(0, False)) == 0
+        with pytest.raises(SystemExit):
+            interrupts.run(lambda: main(0, True))
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_an_interrupt_that_was_held_back_ends_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
     before = signal.getsignal(signal.SIGINT)

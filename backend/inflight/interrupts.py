@@ -29,13 +29,15 @@ def run(main: Callable[[], int]) -> int:
     received = note_interrupts()
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        return main()
+        status = main()
     except KeyboardInterrupt:
         return INTERRUPTED
-    except Exception:
-        if received:  # a library has made another error of the interrupt
+    except (Exception, SystemExit) as error:
+        is_end = isinstance(error, SystemExit) and not error.code
+        if received and not is_end:  # a library has made another error of the interrupt
             return INTERRUPTED
         raise
+    return INTERRUPTED if received and status else status
 
 
 def note_interrupts() -> list[int]:
@@ -67,7 +69,10 @@ def note_interrupts() -> list[int]:
 
 @contextlib.contextmanager
 def deferred() -> Generator[None]:
-    """Hold an interrupt back until the end of the with block, which must be short."""
+    """Hold an interrupt back until the end of the with block, which must be short.
+
+    Also for imports of libraries in C++, such as torch, which abort if a part of them is interrupted.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield

@@ -26,6 +26,7 @@ from inflight.engine_folder import is_engine_folder
 from inflight.errors import ConfigError, Unsupported
 from inflight.file_names import native
 from inflight.gguf.header import LEVEL_TYPES
+from inflight.interrupts import deferred
 from inflight.processes import without_collection
 from inflight.ranks.topology import Mapping
 
@@ -183,7 +184,7 @@ def import_for_good() -> None:
 def _import_engine() -> None:
     """Import torch and the engine."""
     if "torch" not in sys.modules:
-        with without_collection():
+        with deferred(), without_collection():
             importlib.import_module("inflight.engine.load")
 
 

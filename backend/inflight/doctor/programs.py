@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from inflight.doctor.finding import INSTALL, Finding, green, red, yellow
+from inflight.interrupts import deferred
 
 _PIP = f"{shlex.quote(sys.executable)} -m pip install"
 _CUDA_TORCH = f"{_PIP} --force-reinstall torch (a build with CUDA, of the pinned version)"
@@ -25,7 +26,8 @@ _HOPPER = 9
 
 def check_torch(has_gpu: bool) -> Iterator[Finding]:
     """Report torch's version and build, and whether it sees the machine's GPU."""
-    import torch
+    with deferred():
+        import torch
 
     from inflight.engine.capacity import default_threads
 
