@@ -44,9 +44,9 @@ class SamplingControls(Typed):
             2**30: off. In this API: off by default; 0 and 1 << 30 mean off.
         length_penalty: a beam's score is divided by its length to this power; 0 by default. In this API: 0
             by default.
-        early_stopping: when a beam search ends, once it has beam_width finished beams. 1: at once; 0: as
-            soon as no running beam has a better score; other values: as soon as no running beam can get a
-            better score. In this API: 1 by default: a beam search ends once enough beams have finished.
+        early_stopping: when a beam search with beam_width finished beams ends. 1: at once; 0: as soon as no
+            running beam has a better score; other values: as soon as no running beam can get a better
+            score. In this API: 1 by default: a beam search ends once enough beams have finished.
         beam_search_diversity_rate: this number times a beam's index is added to the scores of the beam's
             next tokens when they are ranked; 0 by default. In this API: 0 by default.
     """

@@ -150,7 +150,7 @@ _SAMPLING = tuple(_of_control(name, control) for name, control in CONTROLS.items
 _WANTED = (
     _flag(
         "exclude_input_in_output",
-        "leave the prompt out of the outputs; default: the model's parameter",
+        "leave the prompt out of the outputs; default: the model's parameter exclude_input_in_output",
         text_alias="sampling_param_exclude_input_from_output",
     ),
     _flag("return_num_input_tokens", "adds output num_input_tokens"),
@@ -161,7 +161,7 @@ _WANTED = (
     _flag("return_prompt_log_probs", "adds output prompt_log_probs"),
     _flag(
         "return_perf_metrics",
-        "adds outputs: times, numbers of KV blocks, numbers of draft tokens",
+        "adds the outputs with times, numbers of KV blocks and numbers of draft tokens",
         ("return_kv_cache_reuse_stats",),
         "sampling_param_return_perf_metrics",
     ),
@@ -258,8 +258,8 @@ _DRAFTS = (
     _both(
         "prompt_lookup_num_tokens",
         "INT32",
-        "maximum length of a draft, in tokens. The drafts come from the speculative_decoding_mode, and 0 means "
-        "the mode's own maximum; if no mode is set, they come from prompt lookup, and 0 means no drafts",
+        "maximum length of a draft, in tokens. If speculative_decoding_mode is set, the drafts come from this mode, "
+        "and 0 means the mode's own maximum. Otherwise, they come from prompt lookup, and 0 means no drafts",
     ),
     _text_only(
         "num_draft_tokens",

@@ -398,8 +398,8 @@ class SamplingConfig:
         0,
         "INT32",
         _at_least(0),
-        "when a beam search ends, once it has beam_width finished beams. 1: at once; 0: as soon as no running "
-        "beam has a better score; other values: as soon as no running beam can get a better score",
+        "when a beam search with beam_width finished beams ends. 1: at once; 0: as soon as no running beam has a "
+        "better score; other values: as soon as no running beam can get a better score",
         example=2,
         other_dtypes=("BOOL",),
         body=BodyField(is_number=False),
