@@ -16,8 +16,8 @@ class SamplingControls(Typed):
 
     Attributes:
         beam_width: number of beams of a beam search; 1: no beam search. In this API: 1 by default.
-        num_return_sequences: number of sequences to sample, or of best beams to return. In this API: 1 by
-            default, or in a beam search the number of beams.
+        num_return_sequences: number of sequences to sample; in a beam search, number of best beams to
+            return. In this API: 1 by default, or in a beam search the number of beams.
         temperature: divides the logits; 0: greedy; 1 by default. In this API: 1 by default; 0 makes
             decoding greedy.
         top_k: keep the k likeliest tokens; 0: all. In this API: 0 by default: all tokens are kept; if top_p

@@ -90,7 +90,7 @@ class SamplingConfig:
         None,
         "INT32",
         _ANY,  # checked beside beam_width
-        "number of sequences to sample, or of best beams to return",
+        "number of sequences to sample; in a beam search, number of best beams to return",
         example=2,
         body=BodyField(of_openai=True, is_number=False, name="n"),
         executor=ExecutorField(_at_least(1), "1 by default, or in a beam search the number of beams"),
