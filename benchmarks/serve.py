@@ -1,4 +1,4 @@
-"""Measure a real tritonserver with Triton's perf_analyzer: the figures of `offline`, through gRPC streams.
+"""Measure a real tritonserver with Triton's perf_analyzer: the same figures as `offline`, for gRPC streams.
 
 Starts a server like `scripts/serve`, sends every request of the workload once with perf_analyzer, N at a
 time, and reads the responses' times from its export. The first run warms up and is not counted. With

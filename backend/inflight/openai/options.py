@@ -126,15 +126,15 @@ def _add_model_arguments(add: Callable[..., argparse.Action]) -> None:
         "--tool-call-parser",
         choices=TOOL_CALL_PARSERS,
         default="auto",
-        help="the form in which the model writes tool calls; none: tool calls stay text (default: auto, as "
-        "in the chat template)",
+        help="the form in which the model writes tool calls; none: tool calls stay text (default: auto, "
+        "which recognizes the form by the chat template)",
     )
     add(
         "--reasoning-parser",
         choices=REASONING_PARSERS,
         default="auto",
         help="how the model marks its reasoning before the answer; none: reasoning stays part of the answer "
-        "(default: auto, as in the chat template)",
+        "(default: auto, which recognizes the form by the chat template)",
     )
     add(
         "--default-max-tokens",
@@ -150,8 +150,8 @@ def _add_model_arguments(add: Callable[..., argparse.Action]) -> None:
         default="auto",
         help="what the model is used for; none: text generation; embed: /v1/embeddings; classify: /v1/classify "
         "if the checkpoint has a head for sequence classification, otherwise /v1/rerank and /v1/score; auto: "
-        "classify with such a head, embed if the checkpoint has a pooling of sentence-transformers, otherwise "
-        "none (default: auto)",
+        "classify if the checkpoint has such a head, embed if it has a pooling of sentence-transformers, "
+        "otherwise none (default: auto)",
     )
 
 
@@ -221,8 +221,8 @@ def _add_batch_arguments(add: Callable[..., argparse.Action]) -> None:
         "--batch-dir",
         metavar="DIR",
         type=_folder,
-        help="folder for the files of /v1/files and the state of /v1/batches, whose batches go on after a "
-        "restart; without it these routes are refused",
+        help="folder for the files of /v1/files and the state of /v1/batches, so that batches go on after "
+        "a restart; without this flag, requests to these routes are refused",
     )
     add(
         "--batch-dir-size",

@@ -75,8 +75,8 @@ def _add_draft_options(parser: argparse.ArgumentParser) -> None:
         metavar="METHOD[:K]",
         type=value_of(SPECULATION),
         help="draft up to K tokens of each sequence; prompt-lookup: from the sequence's own tokens; suffix: "
-        "from these and from recent answers; mtp: by the checkpoint's draft head or the head in "
-        "--draft-model; eagle3: by the head in --draft-model; none: only if a request asks for drafts "
+        "from the sequence's own tokens and recent answers; mtp: by the checkpoint's draft head or the head "
+        "in --draft-model; eagle3: by the head in --draft-model; none: only if a request asks for drafts "
         "(default: none; K is 1 for mtp, 3 for eagle3, and 8 otherwise)",
     )
     add(
@@ -242,20 +242,20 @@ def _add_rank_options(parser: argparse.ArgumentParser) -> None:
         "--tp",
         type=positive,
         metavar="N",
-        help="number of tensor-parallel ranks (default: as in the model repository, or 1)",
+        help="number of tensor-parallel ranks (default: the number in the model repository, or 1)",
     )
     add(
         "--pp",
         type=positive,
         metavar="M",
-        help="number of pipeline-parallel ranks (default: as in the model repository, or 1)",
+        help="number of pipeline-parallel ranks (default: the number in the model repository, or 1)",
     )
     add(
         "--ep",
         type=positive,
         metavar="N",
-        help="number of groups of tensor-parallel ranks, each with a part of the experts; 1: every rank has "
-        "a slice of every expert (default: as in the model repository, or 1)",
+        help="number of groups of tensor-parallel ranks; each group has a part of the experts; 1: every rank has "
+        "a slice of every expert (default: the number in the model repository, or 1)",
     )
     add(
         "--mode",

@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         help="maximum number of sequences at a time; each has its own memory for keys and values (default: "
              "%(default)s)")  # fmt: skip
     add("--max-seq-len", type=positive, metavar="N",
-        help="maximum number of tokens of a sequence (default: the model's, at most 4096)")  # fmt: skip
+        help="maximum number of tokens of a sequence (default: the model's maximum, at most 4096)")  # fmt: skip
     add("--max-num-tokens", type=positive, default=defaults.max_num_tokens, metavar="N",
         help="maximum number of tokens that are computed at a time (default: %(default)s)")  # fmt: skip
     add("--max-context-chunks", type=positive, metavar="N",
