@@ -226,7 +226,7 @@ TOOL_FORMATS = {
         ArgumentStyle.JSON,
         "</function>",
         name_end=">",
-        models="Functionary 3.1, Llama 3.1 with own functions",
+        models="Functionary 3.1, Llama 3.1 with custom functions",
     ),
     "openai": ToolFormat(
         CALL_BEGIN,
