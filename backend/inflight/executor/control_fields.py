@@ -20,8 +20,8 @@ class SamplingControls(Typed):
             return. In this API: 1 by default, or in a beam search the number of beams.
         temperature: divides the logits; 0: greedy; 1 by default. In this API: 1 by default; 0 makes
             decoding greedy.
-        top_k: keep the k likeliest tokens; 0: all. In this API: 0 by default: all tokens are kept; if top_p
-            and min_p are unset, too, decoding is greedy.
+        top_k: keep the k likeliest tokens; 0: all. In this API: 0 by default, which keeps all tokens; but
+            if top_p and min_p are unset too, 0 makes decoding greedy.
         top_p: keep just enough of the likeliest tokens for a total probability of p or more, p in (0, 1];
             <= 0: unset. In this API: unset by default.
         top_p_min: lower bound of a decaying top_p; 1e-6 by default. In this API: 1e-6 by default.

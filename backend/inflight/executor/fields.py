@@ -142,7 +142,7 @@ _REQUEST = _of(
     streaming=_works("if set, responses are returned while tokens are generated"),
     sampling_config=_works("copied into the request; later changes to the original have no effect"),
     output_config=_works("copied into the request; later changes to the original have no effect"),
-    end_id=_works("token that ends an output and is not part of it; None or -1: there is none"),
+    end_id=_works("token that ends an output and is left out of it; None or -1: no token does"),
     pad_id=_ignored("each beam is returned as a list of its own length, without padding"),
     position_ids=_refused("positions always count from 0"),
     bad_words=_works("token sequences that are not generated, even if they begin in the prompt"),
@@ -158,11 +158,11 @@ _REQUEST = _of(
     multimodal_embedding=_refused(_NO_IMAGES),
     mrope_config=_works("rotary positions of the prompt, for models with multimodal rotary embedding"),
     lora_config=_works(
-        "the first request with an adapter needs the adapter's weights; later ones need only the task_id"
+        "the first request with an adapter needs the adapter's weights; later requests need only the task_id"
     ),
     lookahead_config=_refused(_NO_LOOKAHEAD),
     kv_cache_retention_config=_works(
-        "blocks of the lowest priority are evicted first, and among these the least recently used"
+        "priorities of KV blocks: the lowest are evicted first, and among these the least recently used"
     ),
     logits_post_processor_name=_works("a name in LogitsPostProcessorConfig.processor_map, or `batched`"),
     logits_post_processor=_works("a callable for this request only; refused with several ranks"),
@@ -183,7 +183,7 @@ _REQUEST = _of(
     eagle_config=_refused("DecodingConfig.eagle_config sets the drafts of all requests"),
     skip_cross_attn_blocks=_refused(_NO_ENCODER),
     guided_decoding_params=_works(
-        "refused in beam searches; without GuidedDecodingConfig, the checkpoint's tokenizer is used"
+        "a guide, refused in beam searches; without GuidedDecodingConfig, guides use the checkpoint's tokenizer"
     ),
     language_adapter_uid=_refused("a request has one adapter, set by lora_config"),
     allotted_time_ms=_works(
@@ -260,7 +260,8 @@ _PARTS_OF_REQUESTS = [
             "float32, float16 or bfloat16; requests share KV blocks only if their tables are equal"
         ),
         input_token_extra_ids=_works(
-            "keeps the KV blocks of different tables apart; not needed, because the tables' contents already do"
+            "keeps the KV blocks of different tables apart; not needed, because KV blocks depend on the tables "
+            "anyway"
         ),
     ),
     *_of(
@@ -289,7 +290,7 @@ _CONFIGURATION = _of(
     kv_cache_config=_works("see KvCacheConfig"),
     enable_chunked_context=_works("without it, a prompt may have at most max_num_tokens tokens"),
     normalize_log_probs=_works(
-        "if set, log probabilities are those after the sampling controls; cumulative ones stay the model's own"
+        "if set, log probabilities are computed after the sampling controls, except cumulative ones"
     ),
     iter_stats_max_iterations=_works("number of iterations whose statistics are kept; 0 keeps none"),
     request_stats_max_iterations=_works(
@@ -377,7 +378,7 @@ _PARTS_OF_CONFIGURATION = [
             "numbers of all ranks, in order; in orchestrator mode, the list's length is the number of ranks"
         ),
         orchestrator_config=_works("see OrchestratorConfig"),
-        num_nodes=_ignored("mpirun or its arguments determine the hosts", 1),
+        num_nodes=_ignored("mpirun determines the hosts", 1),
     ),
     *_of(
         OrchestratorConfig,
@@ -432,8 +433,8 @@ _PARTS_OF_CONFIGURATION = [
     *_of(
         EagleConfig,
         eagle_choices=_works(
-            "sets the maximum length of a draft: the number of nodes [0], [0, 0], [0, 0, 0] and so on; other "
-            "nodes have no effect, and the log says so"
+            "the number of nodes [0], [0, 0], [0, 0, 0] and so on is the maximum length of a draft; other nodes "
+            "have no effect, and the log says so"
         ),
         greedy_sampling=_refused(_NO_THRESHOLDS, True),
         posterior_threshold=_refused(_NO_THRESHOLDS),
@@ -450,7 +451,7 @@ _PARTS_OF_CONFIGURATION = [
             "called once in an iteration, for all requests that name `batched`; refused in orchestrator mode"
         ),
         replicate=_works(
-            "whether every rank that has logits calls post-processors, or only one of these ranks"
+            "if set, every rank that has logits calls post-processors, otherwise only one of these ranks"
         ),
     ),
     *_of(
@@ -482,7 +483,7 @@ _PARTS_OF_CONFIGURATION = [
         encoded_vocab=_works("the checkpoint's vocabulary by default; refused in orchestrator mode"),
         tokenizer_str=_works("the checkpoint's tokenizer by default; refused in orchestrator mode"),
         stop_token_ids=_works(
-            "tokens of encoded_vocab that are not text; they do not end an output; set Request.end_id for that"
+            "tokens of encoded_vocab that are not text; to end outputs at a token, set Request.end_id"
         ),
     ),
     *_of(

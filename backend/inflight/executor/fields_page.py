@@ -12,7 +12,8 @@ from inflight.executor.fields import FIELDS, FieldNote, Treatment
 _HEAD = """# Fields of the Executor API
 
 This page says what each field of TensorRT-LLM's [Executor API](executor.md) does in `inflight.executor`. An
-unsupported field may always have its default value, or a value after "except". With any other value,
+unsupported field may always have its default value, or a value that the table names after "except". With any other
+value,
 
 - a **refused** field raises `NotSupported` with the given reason, when the `Executor` is created or the request is
   enqueued

@@ -149,7 +149,7 @@ class SamplingConfig:
         ),
         executor=ExecutorField(
             _at_least(0),
-            "0 by default: all tokens are kept; if top_p and min_p are unset, too, decoding is greedy",
+            "0 by default, which keeps all tokens; but if top_p and min_p are unset too, 0 makes decoding greedy",
         ),
         on_command_line=True,
         setting=Setting(_CHOICE, "The choice is among this many of the likeliest tokens.", usual="all"),
