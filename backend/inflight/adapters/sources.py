@@ -7,9 +7,7 @@ thousands of configured adapters take no time or memory. Called on the adapter c
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 
 from inflight.adapters.lora_files import CONFIG_FILE, WEIGHTS_FILE, read_lora_files
@@ -23,7 +21,6 @@ from inflight.models.registry import ModelDescription
 from inflight.near_words import did_you_mean, listed
 
 _log = logging.getLogger(__name__)
-_MOST_SUGGESTED = 1000  # files in lora_dir, of which an error names some
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,27 +89,9 @@ class AdapterFolders:
             if folder is not None and _is_folder(folder):
                 return folder
         where = "" if self.lora_dir is None else ", and lora_dir has no such folder"
-        raise NotFound(
-            Name("lora_name"), f" is {name!r}: no adapter has this name{where}{self._others(name)}"
-        )
-
-    def _in_dir(self) -> list[str]:
-        """Return the names of the folders in lora_dir; [] if it has too many files to look at for an error."""
-        if self.lora_dir is None:
-            return []
-        try:
-            with os.scandir(self.lora_dir) as files:
-                found = list(islice(files, _MOST_SUGGESTED + 1))
-            return (
-                sorted(each.name for each in found if each.is_dir()) if len(found) <= _MOST_SUGGESTED else []
-            )
-        except OSError:  # lora_dir cannot be listed
-            return []
-
-    def _others(self, name: str) -> str:
-        """Return the end of an error about an unknown name: the names that there are."""
-        known = list(dict.fromkeys((*self.names, *self._in_dir())))
-        return f"; there are {listed(known)}{did_you_mean(name, known)}" if known else ""
+        # The names in lora_dir are not listed: unlike configured names, /v1/models does not show them to clients.
+        known = f"; there are {listed(self.names)}{did_you_mean(name, self.names)}" if self.names else ""
+        raise NotFound(Name("lora_name"), f" is {name!r}: no adapter has this name{where}{known}")
 
     def _by_path(self, path: str) -> Path:
         if self.lora_dir is None:
@@ -130,8 +109,7 @@ class AdapterFolders:
                 Name("lora_path"), f" is {path!r}, expected a folder below the server's lora_dir"
             )
         if not _is_folder(folder):
-            hint = did_you_mean(path, self._in_dir())
-            raise NotFound(Name("lora_path"), f" is {path!r}: lora_dir has no such folder{hint}")
+            raise NotFound(Name("lora_path"), f" is {path!r}: lora_dir has no such folder")
         return folder
 
 

@@ -258,8 +258,8 @@ _DRAFTS = (
     _both(
         "prompt_lookup_num_tokens",
         "INT32",
-        "maximum length of a draft, in tokens. If speculative_decoding_mode is set, the drafts come from this mode, "
-        "and 0 means the mode's own maximum. Otherwise, they come from prompt lookup, and 0 means no drafts",
+        "maximum length of a draft, in tokens. If speculative_decoding_mode is set, the drafts come from this "
+        "mode, and 0 means the mode's own maximum. Otherwise, they come from prompt lookup, and 0 means no drafts",
     ),
     _text_only(
         "num_draft_tokens",

@@ -123,7 +123,7 @@ def settings_reference() -> str:
 def _entry(spec: ParameterSpec) -> Iterator[str]:
     """Yield the lines about one setting: its meaning, its values, the flag and other names, the models."""
     names = OTHER_NAMES.get(spec.key, OtherNames())
-    meaning = _Meaning.of(spec.meaning)
+    meaning = _ValueMeaning.of(spec.meaning)
     yield f"### {spec.key}"
     yield ""
     text = mark_names(_plain(meaning.text))
@@ -157,7 +157,7 @@ def mark_values(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Meaning:
+class _ValueMeaning:
     """The parts of a parameter's meaning.
 
     Attributes:
@@ -171,7 +171,7 @@ class _Meaning:
     default: str
 
     @classmethod
-    def of(cls, meaning: str) -> _Meaning:
+    def of(cls, meaning: str) -> _ValueMeaning:
         parts = meaning.split("; ")
         found = [_OF_VALUE.fullmatch(part) for part in parts]
         text = "; ".join(part for part, value in zip(parts, found, strict=True) if not value)
@@ -180,7 +180,7 @@ class _Meaning:
         return cls(text, tuple(pair for pair in values if pair[0] != "default"), default)
 
 
-def _default(spec: ParameterSpec, meaning: _Meaning) -> str:
+def _default(spec: ParameterSpec, meaning: _ValueMeaning) -> str:
     value = spec.default.value if isinstance(spec.default, Enum) else spec.default
     if value in (None, ()):
         return mark_names(_plain(meaning.default)) or "none"
