@@ -177,7 +177,7 @@ class SchedulingConfig:
     context_chunking_policy: ChunkingPolicy = parameter(
         ChunkingPolicy.FIRST_COME_FIRST_SERVED,
         member(ChunkingPolicy),
-        "how the tokens that generation leaves over in an iteration are divided among split prompts; "
+        "which split prompts get the tokens of an iteration that generation does not need; "
         "first_come_first_served: the oldest prompt gets as many as it needs, then the next oldest; "
         "equal_progress: each prompt gets one block of tokens in turn",
     )
@@ -203,8 +203,8 @@ class SchedulingConfig:
     max_queue_size: int = parameter(
         0,
         integer(0),
-        "maximum number of waiting sequences; a request is refused if this many sequences of its priority or a "
-        "higher one wait; 0: no limit",
+        "maximum number of waiting sequences; a request is refused if this many sequences of the same or a "
+        "higher priority are already waiting; 0: no limit",
     )
     max_beam_width: int | None = parameter(
         None, integer(1), "maximum number of beams of a beam search; default: max_batch_size"
@@ -226,8 +226,8 @@ class SchedulingConfig:
     speculative_model_dir: str | None = parameter(
         None,
         TEXT,
-        "folder of an EAGLE-3 head, which implies speculative_decoding_mode eagle3, or of "
-        "Gemma 4's draft head, which implies mtp:3",
+        "folder of a draft head; an EAGLE-3 head implies speculative_decoding_mode eagle3, and Gemma 4's draft "
+        "head implies speculative_decoding_mode mtp:3",
     )
     eagle_choices: DraftTree | None = parameter(
         None,
@@ -364,7 +364,8 @@ class EngineConfig:
     sink_token_length: int = parameter(
         0,
         integer(0),
-        "number of first tokens that every attention window keeps, and that count towards its size",
+        "number of tokens at the beginning of a sequence that every attention window keeps (attention sinks); "
+        "they count towards the window's size",
     )
     tokens_per_block: int = parameter(32, integer(1), "tokens per KV cache block")
     kv_cache_dtype: str = parameter(
@@ -453,7 +454,7 @@ class EngineConfig:
     debug_tensors_max_iterations: int = parameter(
         0,
         integer(0),
-        "number of iterations whose debug tensors are kept in memory; 0: they are written to files",
+        "number of iterations whose debug tensors are kept in memory; 0: the tensors are written to files",
         behind="debug_tensor_names",
     )
     debug_tensors_dir: str = parameter(
@@ -708,7 +709,8 @@ class Parameters:
         None,
         TEXT,
         "folder with a subfolder for each adapter; the subfolder has two .npy files, and its name is the "
-        "adapter's task id; adapters are read at the start, and again when a request names an evicted adapter",
+        "adapter's task id; adapters are read at the start, and an evicted adapter is read again when a request "
+        "names it",
     )
     lora_dir: str | None = parameter(
         None,

@@ -52,7 +52,7 @@ NO_EFFECT: tuple[ParameterSpec, ...] = (
             choice("auto", "top_k", "top_p", "top_k_top_p", "beam_search", "eagle"), instead=OTHER_METHODS
         ),
         "how tokens are chosen; eagle is accepted only with a draft head",
-        "it follows from each request's sampling parameters and from the draft head",
+        "the mode follows from each request's sampling parameters and from the draft head",
     ),
     _no_effect(
         "multi_block_mode",

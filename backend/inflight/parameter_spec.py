@@ -277,8 +277,8 @@ OTHER_METHODS: Mapping[str, str] = {
 """Advice for other servers' methods of drafting tokens, by their names in lower case with underscores."""
 
 SPECULATION = ParameterKind(
-    "none, prompt-lookup, suffix, mtp or eagle3; :K after any of the last four sets the maximum number of "
-    f"tokens of a draft, 0 to {MAX_DRAFT_TOKENS}",
+    "none, prompt-lookup, suffix, mtp or eagle3; prompt-lookup:K, suffix:K, mtp:K or eagle3:K sets the maximum "
+    f"number of tokens of a draft, K from 0 to {MAX_DRAFT_TOKENS}",
     Speculation.parse,
     lambda value: value is None or 0 <= value.num_tokens <= MAX_DRAFT_TOKENS,
     OTHER_METHODS,

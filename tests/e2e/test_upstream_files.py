@@ -49,7 +49,7 @@ def test_the_filled_in_repository_serves_text_and_logs_parameters_without_effect
     assert answer["text_output"].startswith("import os\n")
     log = filled_server.log_text()
     assert (
-        "parameter decoding_mode is 'auto' and has no effect: it follows from each request's sampling parameters"
+        "parameter decoding_mode is 'auto' and has no effect: the mode follows from each request's sampling parameters"
         in log
     )
     assert (
