@@ -81,7 +81,10 @@ def test_parameters_without_effect_are_logged(caplog):
     caplog.set_level("INFO", "inflight")
     parameters = {"decoding_mode": {"string_value": "auto"}}
     read(parameters=parameters)
-    assert "parameter decoding_mode is 'auto' and has no effect: the mode follows from each request" in caplog.text
+    assert (
+        "parameter decoding_mode is 'auto' and has no effect: the mode follows from each request"
+        in caplog.text
+    )
 
 
 def test_nodes_of_a_draft_tree_that_are_not_drafted_are_logged(caplog):
