@@ -28,6 +28,8 @@ settings.register_profile("no_deadline", deadline=None)
 settings.load_profile("no_deadline")
 
 FOLDER = Path(__file__).parent
+ALL_TIMEOUT_S = 3600
+"""Time limit of a test with `--all`. Some of these tests run hundreds of seeds, or kernels in an interpreter."""
 SHARED_SERVERS = (
     ("exact_server",),
     ("fake_server", "narrow_server"),
@@ -75,8 +77,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the tests that are marked exhaustive too")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-timeout reads its option
 def pytest_configure(config: pytest.Config) -> None:
     tiers.choose(config)
+    if config.getoption("--all") and config.option.timeout is None:
+        config.option.timeout = ALL_TIMEOUT_S
 
 
 @pytest.hookimpl(wrapper=True)
