@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from queue import Queue
+from typing import Any
 
 import psutil
 import pytest
 from tritonclient.utils import InferenceServerException
 
+from inflight.server.errors import ServeError
+from inflight.server.launch import ServerOptions
+from inflight.server.supervisor import Signals, Supervisor
 from tests.commands import command, eventually, group_members, shared_memory_of
 
 from .test_server_launch import ask
@@ -102,6 +108,31 @@ def test_a_signal_ends_the_command_during_a_restart(counting_repository: Path) -
         assert eventually(lambda: not psutil.pid_exists(server))  # the command has noticed
         serving.process.terminate()
         assert serving.process.wait(120) == 0
+
+
+class UnorderlyServer:
+    """A stand-in for a server whose requests in flight were not all answered at its end."""
+
+    def __init__(self, was_ended_by_guard: bool) -> None:
+        self.was_ended_by_guard = was_ended_by_guard
+
+    def shut_down(self, hurry: Callable[[], bool]) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("was_lost", [True, False])
+def test_a_server_that_was_lost_before_its_end_is_not_reported_as_slow(was_lost: bool) -> None:
+    log = io.StringIO()
+    supervisor = Supervisor(ServerOptions(exit_timeout_s=7), Signals(), log, lambda server: None)
+    server: Any = UnorderlyServer(was_lost)
+    expected = (
+        contextlib.nullcontext()
+        if was_lost
+        else pytest.raises(ServeError, match="had not finished after 7 s")
+    )
+    with expected:
+        supervisor._shut_down(server)
+    assert ("the process of a model was lost before the end" in log.getvalue()) is was_lost
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])

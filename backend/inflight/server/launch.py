@@ -277,7 +277,12 @@ class TritonServer:
     @property
     def was_lost(self) -> bool:
         """Return whether a server that has ended failed or was ended by a guard, instead of by a signal."""
-        return self.returncode != 0 or runtime_directory.was_lost(self._folder)
+        return self.returncode != 0 or self.was_ended_by_guard
+
+    @property
+    def was_ended_by_guard(self) -> bool:
+        """Return whether a guard has ended the server, because it lost the process of a model."""
+        return runtime_directory.was_lost(self._folder)
 
     def ended(self) -> ServeError:
         """Return the error to raise for a server that has ended by itself."""

@@ -192,10 +192,13 @@ class Supervisor:
         return server.returncode is not None
 
     def _shut_down(self, server: TritonServer) -> None:
-        in_order = server.shut_down(hurry=self._signals.several)
-        if not (in_order or self._signals.several()):
-            timeout = self._options.exit_timeout_s
-            raise ServeError(f"tritonserver had not finished after {timeout} s and was ended")
+        if server.shut_down(hurry=self._signals.several) or self._signals.several():
+            return
+        if server.was_ended_by_guard:  # as if the guard had ended it before the signal
+            self._write_line("the process of a model was lost before the end, and the requests in flight with it")
+            return
+        timeout = self._options.exit_timeout_s
+        raise ServeError(f"tritonserver had not finished after {timeout} s and was ended")
 
     def _log_last_requests(self, server: TritonServer) -> None:
         """Log the last requests before the loss, one of which may have caused it."""
