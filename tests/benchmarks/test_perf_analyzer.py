@@ -40,7 +40,7 @@ def test_an_incomplete_export_makes_perf_analyzer_run_again(exports: list[str], 
 
 def test_three_incomplete_exports_are_an_error(exports: list[str]) -> None:
     exports += [WHOLE[:20], "", WHOLE[:-9], WHOLE]
-    with pytest.raises(ServeError, match=r"not JSON, 3 times: .*version"):
+    with pytest.raises(ServeError, match=r"not JSON 3 times; the last ends with .*version"):
         perf_analyzer.export(["-m", "tensorrt_llm"])
 
 

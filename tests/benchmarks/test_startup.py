@@ -43,6 +43,7 @@ def test_log_lines_become_events_in_order(lines: str, events: list[str]) -> None
 
 @pytest.mark.parametrize("triton", [True, False])
 def test_the_server_takes_free_ports_and_the_given_settings(triton: bool, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
     given = ["--model", str(tmp_path), "--set", "weights=mmap", *([] if triton else ["--no-triton"])]
     options = cli.parse(startup._command(startup._arguments(given))[3:])
     assert options.triton == triton

@@ -272,8 +272,8 @@ MUTATIONS = (
     Mutation(
         "the socket of a dead engine is not replaced",
         "endpoint.path",
-        "            remove(path)  # its server is dead\n            return",
-        "            raise",
+        "    remove(path)  # its server is dead",
+        "    raise ConnectionRefusedError",
     ),
     Mutation(
         "a message is cut where it arrives in pieces",

@@ -68,8 +68,8 @@ MUTATIONS_OF_SUPERVISION = (
     Mutation(
         "a second signal does not hurry",
         "server.supervisor",
-        "        in_order = server.shut_down(hurry=self._signals.several)\n",
-        "        in_order = server.shut_down()\n",
+        "server.shut_down(hurry=self._signals.several) or self",
+        "server.shut_down() or self",
     ),
     Mutation(
         "a start that Ctrl-C ends exits with 0",
