@@ -195,7 +195,9 @@ class Supervisor:
         if server.shut_down(hurry=self._signals.several) or self._signals.several():
             return
         if server.was_ended_by_guard:  # as if the guard had ended it before the signal
-            self._write_line("the process of a model was lost before the end, and the requests in flight with it")
+            self._write_line(
+                "the process of a model was lost before the end, and the requests in flight with it"
+            )
             return
         timeout = self._options.exit_timeout_s
         raise ServeError(f"tritonserver had not finished after {timeout} s and was ended")
