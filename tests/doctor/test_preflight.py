@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from inflight import serve_command
 from inflight.block_store import BlockFiles
-from inflight.doctor import disks, preflight
+from inflight.doctor import disks, in_use, preflight
 from inflight.doctor.finding import red
 from inflight.engine_parts import label_of_blocks
 from inflight.gguf import folder as gguf_folder
@@ -572,7 +572,7 @@ def test_a_folder_for_kv_blocks_in_which_no_file_can_be_made(tmp_path: Path) -> 
 def test_a_folder_for_kv_blocks_in_which_another_server_has_the_same_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "_ENDS_S", 0.05)
+    monkeypatch.setattr(in_use, "_ENDS_S", 0.05)
     wanted = Wanted(DEMO_MODEL, kv_cache_dir=tmp_path)
     parameters = preflight._parameters(ServerOptions(wanted=wanted))
     assert parameters is not None
@@ -591,7 +591,7 @@ def test_a_folder_for_kv_blocks_in_which_another_server_has_the_same_blocks(
 
 
 def test_files_and_sockets_that_another_server_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "_ENDS_S", 0.05)
+    monkeypatch.setattr(in_use, "_ENDS_S", 0.05)
     batches, store, path = tmp_path / "batches", tmp_path / "store", tmp_path / "socket"
 
     def found() -> list[str]:

@@ -144,6 +144,7 @@ def test_no_command_has_two_command_substitutions(script: str):
             num = 0
 
 
+# With an older `env`, scripts start programs without holding signals back, and Python may print its traceback.
 @pytest.mark.skipif(not holds_signals(), reason="needs env of coreutils 8.31")
 def test_an_interrupt_during_the_start_of_a_program_is_held_back(checkout: Path):
     make_environment(checkout, ".venv", "serve")

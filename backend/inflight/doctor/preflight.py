@@ -11,8 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -28,6 +27,7 @@ from inflight.doctor.disks import (
 )
 from inflight.doctor.family import refused_by_family, runs_by_transformers
 from inflight.doctor.finding import CONVERT, Level
+from inflight.doctor.in_use import blocks_in_use, in_use
 from inflight.doctor.machine import check_shared_memory, has_gpu
 from inflight.doctor.named_paths import unusable_adapter, unusable_paths
 from inflight.doctor.weight_bytes import WeightBytes, of_gguf, of_own_layers, of_transformers
@@ -36,7 +36,6 @@ from inflight.engine.memory import available_cpu_memory
 from inflight.engine.sequence_length import longest_sequence
 from inflight.engine_folder import is_engine_folder
 from inflight.errors import ConfigError
-from inflight.file_names import native
 from inflight.gguf.folder import gguf_files, is_gguf
 from inflight.interrupts import deferred
 from inflight.models.decoder_config import DecoderConfig
@@ -47,14 +46,13 @@ from inflight.pooling import Task, classifies, find_task
 from inflight.ranks import topology
 from inflight.server.launch import ServerOptions, lay_out
 from inflight.server.other_servers import flags_that_set
-from inflight.server.repository import ENGINE_ENDPOINT, read_engine_parameters
+from inflight.server.repository import read_engine_parameters
 
 _ENGINE = "tensorrt_llm"
 _CHECKED = ("*.safetensors", "tokenizer.json", "config.json")
 _NO_TEXT = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _GIB = 2**30
-_ENDS_S = 1.0  # time in which a server that was killed ends
 _MAX_GROWTH = 2  # from a matrix in its file to the least memory that it takes: 16 bits to float32
 _MAX_GROWTH_OF_GGUF = 8  # 4 bits to float32
 HOST_VARIABLES = ("SLURM_", "PBS_", "LSB_", "PE_HOSTFILE", "OMPI_MCA_", "PRTE_MCA_")
@@ -95,7 +93,7 @@ def problems(options: ServerOptions, root: Path = Path("/")) -> Iterator[str]:
     if parameters is not None and (reason := _saved_blocks(options, parameters)):
         yield reason
     reason = (
-        _in_use(options)
+        in_use(options)
         or _family(options, engine)
         or (None if options.mpirun_arguments else missing_gpu(parameters, root))  # other hosts may have it
         or lacking_in_decoder(parameters)
@@ -286,66 +284,8 @@ def _saved_blocks(options: ServerOptions, parameters: Parameters) -> str | None:
         return "--kv-cache-disk limits the files in --kv-cache-dir, which is missing" if given else None
     if options.write_repository is not None:
         return None  # the folder may be one of another machine
-    reason = why_not_writable(Path(folder)) or _why_in_use(Path(folder), parameters)
+    reason = why_not_writable(Path(folder)) or blocks_in_use(Path(folder), parameters)
     return f"--kv-cache-dir {folder}: {reason}" if reason else None
-
-
-def _why_in_use(folder: Path, parameters: Parameters) -> str | None:
-    """Return that another server with the same model and settings saves its KV blocks in the folder."""
-    model = parameters.engine.gpt_model_path or parameters.engine.engine_dir
-    if model is None or not any(folder.glob("*/lock")):
-        return None
-    # Imported here, as numpy would stay in the launcher's memory.
-    from inflight.block_store.files import is_in_use
-    from inflight.engine_parts import label_of_blocks
-
-    with contextlib.suppress(OSError):  # loading the model reports it
-        label = label_of_blocks(parameters, native(model))
-        if _stays(lambda: is_in_use(folder, label)):
-            return "another server uses the blocks of this model there; give each server a folder of its own"
-    return None
-
-
-def _in_use(options: ServerOptions) -> str | None:
-    """Return which folder, file or socket of the options another server uses."""
-    if options.write_repository is not None:
-        return None  # they may be those of another machine
-    # Imported here, as msgspec would stay in the launcher's memory.
-    has_openai, socket = options.ports.openai is not None, options.wanted.settings.get(ENGINE_ENDPOINT)
-    if has_openai and (folder := options.openai.batch_dir) is not None and folder.is_dir():
-        from inflight.openai.batches.folder import is_in_use
-
-        if _stays(lambda: is_in_use(folder)):
-            return (
-                f"--batch-dir {folder}: another server uses this folder; give each server a folder of its own"
-            )
-    if has_openai and (file := options.openai.response_store) is not None and file.is_file():
-        from inflight.openai.responses.file import is_in_use as is_file_in_use
-
-        if _stays(lambda: is_file_in_use(file)):
-            return (
-                f"--response-store {file}: another server uses this file; give each server a file of its own"
-            )
-    if socket is not None and Path(socket).is_socket():
-        from inflight.endpoint.path import is_in_use as is_socket_in_use
-
-        with contextlib.suppress(OSError):  # loading the model reports it
-            if _stays(lambda: is_socket_in_use(socket)):
-                return (
-                    f"--set {ENGINE_ENDPOINT}={socket}: another server listens there; give each server a socket "
-                    "of its own"
-                )
-    return None
-
-
-def _stays(is_in_use: Callable[[], bool]) -> bool:
-    """Return whether something stays in use for a moment: a server that was killed may just be ending."""
-    deadline = time.monotonic() + _ENDS_S
-    while is_in_use():
-        if time.monotonic() >= deadline:
-            return True
-        time.sleep(_ENDS_S / 10)
-    return False
 
 
 def _family(options: ServerOptions, engine: EngineConfig | None) -> str | None:

@@ -11,10 +11,10 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from inflight.core.request.sampling_config import CONTROLS
 from inflight.near_words import nearest
 from inflight.openai.control_fields import BodyControls
 from inflight.openai.errors import ApiError, refused, unsupported
+from inflight.same_meaning import same_meaning
 
 MAX_INT32 = (1 << 31) - 1
 """Largest count or token id, because the engine's integers have 32 bits."""
@@ -91,40 +91,13 @@ _BY_OTHER_FIELDS = {
 }
 """The field that a body has in place of a tensor of Triton's models, and how to use it, by the tensor."""
 
-_SAME_MEANING = (
-    (
-        *("max_completion_tokens", "max_output_tokens", "max_tokens", "max_new_tokens", "n_predict"),
-        *("request_output_len", "output_len", "sampling_param_max_tokens"),
-    ),
-    ("n", "num_return_sequences", "num_sequences", "sampling_param_best_of"),
-    ("prompt", "text", "text_input", "input_ids"),
-    ("stop", "stop_sequences", "stop_words", "stop_strings", "stop_words_list", "sampling_param_stop"),
-    ("bad_words", "bad_words_list"),
-    ("stop_token_ids", "end_id", "end_ids"),
-    ("stream", "streaming"),
-    ("logprobs", "return_log_probs"),
-    ("top_logprobs", "logprobs", "num_top_log_probs"),
-    ("prompt_logprobs", "return_prompt_log_probs"),
-    ("logit_bias", "embedding_bias", "embedding_bias_words", "embedding_bias_weights"),
-    ("structured_outputs", "guided_decoding_guide", "guided_decoding_guide_type"),
-    ("priority", "request_priority"),
-    ("cache_salt", "cache_salt_id"),
-    *(
-        (each.body.name, each.tensor, *each.aliases, *each.text_names)
-        for each in CONTROLS.values()
-        if each.body is not None
-    ),
-)
-"""Names that one field has in several protocols and servers, tensors of Triton's models included."""
-
 
 def _unknown(name: str, known: list[str]) -> ApiError:
     name = name[:100]
-    same = (other for names in _SAME_MEANING if name in names for other in names if other in known)
     field, way = _BY_OTHER_FIELDS.get(name, ("", ""))
     if field in known:
         hint = way
-    elif near := next(same, None):
+    elif near := same_meaning(name, known):
         hint = f"did you mean {near}?"
     else:
         near = nearest(name, known)

@@ -21,6 +21,7 @@ import numpy as np
 
 from inflight.errors import InflightError, InvalidArgument, Unsupported
 from inflight.near_words import nearest
+from inflight.same_meaning import same_meaning
 from inflight.tensors.input_table import INPUTS
 from inflight.tensors.spec import TensorTable, Vocabulary
 
@@ -136,22 +137,6 @@ def error_writer(parameters: str) -> Callable[[InflightError], str]:
     return str
 
 
-_OTHER_NAMES = {
-    "prompt": "text_input",
-    "n": "num_return_sequences",
-    **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), "max_tokens"),
-    **dict.fromkeys(("stop_sequences", "stop_strings"), "stop_words"),
-    "stop_token_ids": END_IDS,
-    "use_beam_search": "beam_width",
-    "logit_bias": "logit_bias_ids",
-    "logprobs": "return_log_probs",
-    "top_logprobs": "num_top_log_probs",
-    "prompt_logprobs": "return_prompt_log_probs",
-    **dict.fromkeys(("structured_outputs", "response_format"), "guided_decoding_guide_type"),
-}
-"""The Triton input or parameter with the meaning of a field of OpenAI's protocol, by the field's name."""
-
-
 def refuse_unread(
     given: Mapping[str, Any], table: TensorTable, vocabulary: Vocabulary, read: Collection[str]
 ) -> None:
@@ -169,8 +154,8 @@ def refuse_unread(
             continue
         if key in inputs:
             raise InvalidArgument(f"{key} came as a request parameter: it is an input, send it as a tensor")
-        other = _OTHER_NAMES.get(key)
-        near = other if other in (*inputs, *read) else nearest(key, [*inputs, *read])
+        known = [*inputs, *read]
+        near = same_meaning(key, known) or nearest(key, known)
         hint = f"did you mean {near}?" if near else "leave it out"
         shown = repr(value) if len(repr(value)) < 80 else f"{repr(value)[:80]}…"
         raise InvalidArgument(
