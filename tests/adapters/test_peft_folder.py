@@ -18,9 +18,11 @@ from inflight.adapters.peft_folder import read_peft_folder
 from inflight.core.request.adapter import LoraWeights
 from inflight.engine.low_rank import LowRank, low_rank_layers
 from inflight.errors import InvalidArgument
+from inflight.gguf import folder as gguf_folder
 from inflight.models.registry import ModelDescription, read_model_description
 from inflight.models.sharding import Part
 from tests.adapters.factories import LLAMA_LAYERS, linear_layers, make_peft_model, save_adapter
+from tests.models import gguf_files, quantized
 from tests.models.zoo import Zoo
 from tests.tiers import with_all
 
@@ -202,6 +204,23 @@ def test_dora_works_with_a_checkpoint_without_the_prefix_of_tensor_names(zoo: Zo
     assert read_peft_folder(folder, replace(whole, folder=tmp_path / "bare")) == read_peft_folder(
         folder, whole
     )
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "ct-int8", "awq", "Q8_0"])
+def test_dora_is_relative_to_the_weights_that_a_quantized_checkpoint_stands_for(
+    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    monkeypatch.setattr(gguf_folder, "cache_folder", lambda: tmp_path)
+    if form in quantized.FORMATS:
+        whole = quantized.write(zoo["llama-gqa"], tmp_path / "quantized", quantized.FORMATS[form])
+        model = read_model_description(whole.folder)
+    else:
+        whole = gguf_files.write(tmp_path / "m.gguf", "llama", form)
+        model = read_model_description(gguf_folder.checkpoint_of(whole.folder))
+    base = {name: each.clone() for name, each in whole.oracle.state_dict().items()}
+    adapted = make_peft_model(whole, target_modules=LLAMA_LAYERS, r=4, lora_alpha=6, use_dora=True)
+    weights = read_peft_folder(save_adapter(adapted, tmp_path / "adapter"), model)
+    assert_merged(adapted, weights, model, base)
 
 
 def test_fused_projections_equal_their_separate_parts(zoo: Zoo, tmp_path: Path) -> None:

@@ -32,8 +32,9 @@ CASES = (
         "nemotron-h",
         "gpt2",
         "bloom",
+        "kimi-linear",
     ),
-    *("gemma3-vision", "llama4-vision", "qwen2-vl", "llava"),
+    *("gemma3-vision", "llama4-vision", "qwen2-vl", "llava", "kimi-k2.5"),
 )
 FORMATS = ("fp8-block", "ct-int8", "ct-int4-zeros", "ct-nvfp4", "awq", "gptq")
 DTYPES = (None, "float32", "bfloat16", "int8", "fp8")

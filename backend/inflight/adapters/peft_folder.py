@@ -36,6 +36,7 @@ from inflight.json_values import is_object
 from inflight.models.checkpoint import Checkpoint
 from inflight.models.families import FAMILIES, FUSED_LLAMA_NAMES, WeightNames, bases_in_multimodal
 from inflight.models.families.family import AttentionNames
+from inflight.models.fitting import fitted
 from inflight.models.registry import ModelDescription
 
 _SAFETENSORS, _PICKLED = "adapter_model.safetensors", "adapter_model.bin"
@@ -102,7 +103,8 @@ def read_peft_folder(
                     f"{CONFIG_FILE}: use_dora is True, and the magnitudes of rows are relative to the model's own "
                     "weights: give the model too (convert_lora --model CHECKPOINT)"
                 )
-            norms = _Norms(closing.enter_context(Checkpoint(model.folder)), model.names)
+            checkpoint = closing.enter_context(Checkpoint(model.folder))
+            norms = _Norms(checkpoint, fitted(model, checkpoint).names)
         return _packed([_numbers(row, config, norms, target) for row in rows], rows, target)
 
 
@@ -373,7 +375,10 @@ class _Norms:
 
     def of(self, place: _AdaptedLayer, a: Tensor, b: Tensor) -> Tensor:
         """Return the float32 norms [out] for a linear layer, A [rank, in] and the scaled B [out, rank]."""
-        stored = self.checkpoint.read(self._stored_name(place))
+        name = f"{self.names.base}{place.name.removeprefix(place.base)}.weight"
+        if name not in self.checkpoint.tensors:
+            raise InvalidArgument(f"use_dora needs the model's {name}, which the checkpoint does not have")
+        stored = self.checkpoint.read(name)
         weight = stored.T if self.names.transposed else stored
         norms = torch.empty(len(weight))
         for first in range(0, len(weight), _ROWS_AT_ONCE):
@@ -382,12 +387,3 @@ class _Norms:
             norms[rows] = torch.linalg.vector_norm(merged, dim=1)  # pyright: ignore[reportUnknownMemberType]
         self.checkpoint.release_pages(stored)
         return norms
-
-    def _stored_name(self, place: _AdaptedLayer) -> str:
-        """Return the name in the checkpoint, whose prefix may differ from the adapter's or be missing."""
-        below = f"{place.name.removeprefix(place.base)}.weight"
-        for base in bases_in_multimodal(self.names):
-            if f"{base}{below}" in self.checkpoint.tensors:
-                return f"{base}{below}"
-        name = self.names.base + below
-        raise InvalidArgument(f"use_dora needs the model's {name}, which the checkpoint does not have")

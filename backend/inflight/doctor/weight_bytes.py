@@ -75,7 +75,8 @@ def of_own_layers(model: ModelDescription, files: Iterable[Path], dtype: str | N
         files: The safetensors files; damaged ones count as empty.
         dtype: The parameter dtype.
     """
-    stored, names, decoder = _read(files), model.names, model.decoder
+    names, decoder = model.names, model.decoder
+    stored = {names.of_family(name): tensor for name, tensor in _read(files).items()}
     base = _base(model, stored)
     layer = re.compile(re.escape(base) + re.escape(names.layers).replace(r"\{\}", r"(\d+)"))
     no_kv = _unused_keys_and_values(model)

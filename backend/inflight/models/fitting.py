@@ -6,7 +6,6 @@ Only the files' headers are read; weights are read only to compare an embedding 
 from __future__ import annotations
 
 import logging
-import re
 from dataclasses import replace
 
 import torch
@@ -103,11 +102,10 @@ def log_untied(model: ModelDescription) -> None:
 def _rename_others(checkpoint: Checkpoint, names: WeightNames) -> None:
     """Give tensors whose names match `names.other_names` the family's names, unless a tensor has that
     name."""
-    for pattern, replacement in names.other_names:
-        for name in list(checkpoint.tensors):
-            new_name = re.sub(pattern, replacement, name)
-            if new_name not in checkpoint.tensors:
-                checkpoint.rename(name, new_name)
+    for name in list(checkpoint.tensors):
+        new_name = names.of_family(name)
+        if new_name not in checkpoint.tensors:
+            checkpoint.rename(name, new_name)
 
 
 def _join_convolutions(checkpoint: Checkpoint, model: ModelDescription) -> None:

@@ -5,6 +5,7 @@ This module also has the shared parts of the readers, such as sliding windows.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -372,6 +373,12 @@ class WeightNames:
     ignored: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     other_names: tuple[tuple[str, str], ...] = ()
+
+    def of_family(self, name: str) -> str:
+        """Return a tensor's name, with the family's names instead of `other_names`."""
+        for pattern, replacement in self.other_names:
+            name = re.sub(pattern, replacement, name)
+        return name
 
 
 class NoMap(ConfigError):
