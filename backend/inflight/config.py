@@ -299,6 +299,8 @@ class EngineConfig:
         device: A torch device; None: cuda if available, else cpu.
         ranks_on_host: Number of ranks that share this machine's memory. On a CPU, each rank uses an equal
             part of the free memory.
+        max_adapter_pages: Maximum number of pages for LoRA adapters; None: no other limit than the memory and
+            what all slots can use.
         shares_blocks: Whether several sequences may use one KV block, by prefix reuse or as beams.
         has_draft_head: Whether `speculative_decoding_mode` is mtp: the head in `draft_head_dir` drafts, or the
             checkpoint's own if there is no folder.
@@ -464,6 +466,7 @@ class EngineConfig:
     max_num_tokens: int = 8192
     device: str | None = None
     ranks_on_host: int = 1
+    max_adapter_pages: int | None = None
     shares_blocks: bool = True
     has_draft_head: bool = False
     draft_head_dir: str | None = None

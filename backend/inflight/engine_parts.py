@@ -312,7 +312,7 @@ def make_model_memory(
         if holds:
             raise ConfigError(f"enable_sleep_mode is true, but an engine with {hindrance} cannot sleep")
     assert load is not None, "checked"
-    from inflight.model_memory import ReloadedModel, with_same_blocks
+    from inflight.model_memory import ReloadedModel, with_same_memory
     from inflight.receipts.engine_part import model_folders
     from inflight.receipts.model_files import ModelFiles
 
@@ -324,7 +324,7 @@ def make_model_memory(
         close_engine,
         replace_engine,
         use_blocks,
-        lambda: load(with_same_blocks(parameters, limits)),
+        lambda: load(with_same_memory(parameters, limits)),
         model.keep_cache,
     )
 

@@ -129,14 +129,17 @@ def _collect_all() -> None:
         gc.freeze()
 
 
-def with_same_blocks(parameters: Parameters, limits: EngineLimits) -> Parameters:
-    """Return the parameters with which a model gets as many KV blocks as `limits` has, if there is memory."""
+def with_same_memory(parameters: Parameters, limits: EngineLimits) -> Parameters:
+    """Return the parameters with which a model gets as many KV blocks and pages of adapters as `limits` has, if
+    there is memory."""
     engine = replace(
         parameters.engine,
         max_tokens_in_paged_kv_cache=limits.num_blocks * limits.tokens_per_block,
         kv_cache_free_gpu_mem_fraction=1.0,
         kv_cache_free_cpu_mem_fraction=1.0,
         kv_cache_host_memory_bytes=0,
+        lora_cache_gpu_memory_fraction=1.0 if limits.num_adapter_pages else 0.0,
+        max_adapter_pages=limits.num_adapter_pages,
     )
     return replace(parameters, engine=engine)
 

@@ -153,6 +153,8 @@ LORA_FRACTION = "lora_cache_gpu_memory_fraction"
         ({LORA_FRACTION: 1.0, "lora_cache_max_adapter_size": 9}, 8),
         ({LORA_FRACTION: 1.0, "lora_cache_optimal_adapter_size": 64}, 4),
         ({LORA_FRACTION: 0.2, "free_bytes": 0}, 0),
+        ({LORA_FRACTION: 1.0, "max_adapter_pages": 7}, 7),
+        ({LORA_FRACTION: 0.1, "max_adapter_pages": 20}, 10),
     ],
 )
 def test_the_number_of_adapter_pages_follows_from_memory_and_adapter_sizes(
@@ -351,9 +353,14 @@ def test_a_mixture_of_35b_in_4_bits_fits_24_gib_but_not_20(
         on_machine(20 << 30, tmp_path, kernels=kernels)
     in_16_bits = _OTHERS + (2 if kernels == "torch" else 1.5) * _VOCABULARY
     wanted = _EXPERTS * (4 + group_bits / GROUP) / 8 + 2 * in_16_bits
-    found = re.search(r"(?:they take|beside) ([\d.]+) MiB", str(error.value))
-    assert found is not None and "KV cache" not in str(error.value)
-    assert float(found[1]) == pytest.approx(wanted / 2**20, rel=1e-3)
+    # Beside compiled layers' smaller weights there is no memory for the recurrent states.
+    found = re.match(
+        r"the weights do not fit: they take ([\d.]+) MiB, and|"
+        r"beside ([\d.]+) MiB of weights the recurrent states of \d+ sequences do not fit",
+        str(error.value),
+    )
+    assert found is not None
+    assert float(found[1] or found[2]) == pytest.approx(wanted / 2**20, rel=1e-3)
     assert all(bytes_in_memory(path) < MAX_READ for path in paths)
 
 

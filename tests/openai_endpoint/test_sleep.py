@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import logging
+import re
 import shutil
 import threading
 import weakref
@@ -281,6 +283,22 @@ def test_an_engine_that_finds_too_little_memory_gives_back_what_it_took(
         is_short = False
         command(url, "wake_up")
         assert tokens(url) == before
+
+
+def test_less_free_memory_is_enough_if_what_the_engine_had_fits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    free = 4 << 30
+    monkeypatch.setattr("inflight.engine.capacity.free_memory", lambda _: free)
+    caplog.set_level(logging.INFO)
+    with running(lora_cache_gpu_memory_fraction="0.005") as engine, served(engine.client) as url:
+        before = tokens(url)
+        command(url, "sleep")
+        free = 2 << 30
+        command(url, "wake_up")
+        assert tokens(url) == before
+    first, second = map(int, re.findall(r"LoRA adapters: (\d+) pages", caplog.text))
+    assert 8 <= first == second < 64, "by the free memory, not by the number of slots"
 
 
 def test_an_engine_closes_while_it_sleeps() -> None:

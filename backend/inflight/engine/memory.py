@@ -180,7 +180,8 @@ def beside_mapped(free_bytes: int, mapped_bytes: int) -> int:
 
 
 def choose_num_adapter_pages(config: EngineConfig, page_bytes: int, free_bytes: int) -> int:
-    """Return the number of pages of `page_bytes` for LoRA adapters, at most what all slots can use at once.
+    """Return the number of pages of `page_bytes` for LoRA adapters, at most what all slots can use at once
+    and `max_adapter_pages`.
 
     Args:
         config: The configuration.
@@ -190,6 +191,8 @@ def choose_num_adapter_pages(config: EngineConfig, page_bytes: int, free_bytes: 
     fraction = config.lora_cache_gpu_memory_fraction
     share = _LORA_FRACTION if fraction is None else fraction
     useful = config.max_num_sequences * largest_adapter_pages(config)
+    if config.max_adapter_pages is not None:
+        useful = min(useful, config.max_adapter_pages)
     return min(useful, int(free_bytes * share) // max(1, page_bytes))
 
 
