@@ -44,8 +44,10 @@ def test_a_run_prints_figures_of_right_and_of_wrong_guesses(
 def test_a_checkpoints_own_head_drafts_without_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = make_drafting_model(tmp_path / "model", "qwen3.5", agrees=True).folder
-    shutil.copy(make_checkpoint(tmp_path / "with-tokenizer", shape="tiny") / "tokenizer.json", folder)
+    tokenizer = make_checkpoint(tmp_path / "with-tokenizer", shape="tiny") / "tokenizer.json"
+    size = {"vocab_size": len(json.loads(tokenizer.read_text())["model"]["vocab"]) + 300}
+    folder = make_drafting_model(tmp_path / "model", "qwen3.5", agrees=True, changes=size).folder
+    shutil.copy(tokenizer, folder)
     options = f"--model {folder} --streams 1 2 --tokens 20 --rounds 1 --threads 1 --ignore-cost"
     monkeypatch.setattr("sys.argv", ["draft_head", *options.split()])
     draft_head.main()

@@ -306,7 +306,8 @@ def test_answers_about_pictures_may_be_json_and_tool_calls(vision: VisionServer)
     def ask_openai(**body: Any) -> dict[str, Any]:
         parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls(WIDE, TALL)]
         content = [parts[0], {"type": "text", "text": " or "}, parts[1]]
-        body |= {"model": "checkpoint", "messages": [{"role": "user", "content": content}], "max_tokens": 100}
+        body |= {"model": "checkpoint", "messages": [{"role": "user", "content": content}]}
+        body |= {"max_tokens": 100, "temperature": 0}
         answer = httpx.post(f"{vision.server.openai}/v1/chat/completions", json=body, timeout=60)
         assert answer.status_code == 200, answer.text
         return answer.json()["choices"][0]

@@ -118,7 +118,8 @@ def test_open_webui_lists_the_model_and_chats(tmp_path: Path) -> None:
         events = client.post("/api/chat/completions", json={**hello, "stream": True}).text.splitlines()
         chunks = [json.loads(event[6:]) for event in events if event.startswith("data: {")]
         texts = [chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"]]
-        assert len(texts) > 2 and "".join(texts) == "Hello, world!"
+        # Open WebUI joins pieces that arrive at nearly the same time.
+        assert len(texts) > 1 and "".join(texts) == "Hello, world!"
         assert events[-2:] == ["data: [DONE]", ""] or events[-1] == "data: [DONE]"
 
 

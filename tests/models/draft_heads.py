@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,19 +78,22 @@ class DraftingModel(ZooModel):
         return found
 
 
-def make_drafting_model(folder: Path, case: str, agrees: bool = False) -> DraftingModel:
+def make_drafting_model(
+    folder: Path, case: str, agrees: bool = False, changes: Mapping[str, Any] | None = None
+) -> DraftingModel:
     """Write a checkpoint of `case` with a draft head.
 
     With `agrees`, model and head mostly continue a token with the token whose embedding is nearest, so that many
-    guesses are right.
+    guesses are right. `changes`: further keys of its configuration.
     """
-    config = make_config(case)
+    changes = changes or {}
+    config = make_config(case, changes)
     names = QWEN_NAMES if config.model_type.startswith("qwen") else DEEPSEEK_NAMES
     count = config.num_hidden_layers
     kinds = {
         key: [*getattr(config, key), _last_kind(key)] for key in _LAYER_KINDS if getattr(config, key, None)
     }
-    drawn = make_model(folder, case, changes={"num_hidden_layers": count + 1, **kinds})
+    drawn = make_model(folder, case, changes={**changes, "num_hidden_layers": count + 1, **kinds})
     names = {key: name.format(count) for key, name in names.items()}
     larger = drawn.oracle
     if agrees:

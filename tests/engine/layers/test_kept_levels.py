@@ -38,6 +38,7 @@ from tests.engine.serving import config_of, serve, to_torch
 from tests.engine.serving import load as load_served
 from tests.models.quantized import FORMATS, write
 from tests.models.zoo import Zoo, ZooModel
+from tests.models.zoo import make_model as make_zoo_model
 from tests.tiers import with_all
 
 BOUND = 0.2
@@ -157,8 +158,11 @@ def test_kept_quantized_weights_of_other_families_give_the_models_tokens(
     zoo: Zoo, tmp_path: Path, case: str, name: str
 ) -> None:
     """A token may go to another expert where two have nearly equal scores; most do not."""
-    model = write(zoo[case], tmp_path, FORMATS[name], skipped=(".gate",), dtype="bfloat16")
-    engine = load_engine(tmp_path)
+    folder, unquantized = tmp_path / "quantized", zoo[case]
+    if case == "qwen3-moe":  # with experts whose 64 inputs, unlike the usual 40, make whole groups of 32
+        unquantized = make_zoo_model(tmp_path / "unquantized", case, changes={"moe_intermediate_size": 64})
+    model = write(unquantized, folder, FORMATS[name], skipped=(".gate",), dtype="bfloat16")
+    engine = load_engine(folder)
     layers = [layer.struct for layer in engine.runner.decoder._packed]
     assert {layer.qkv.kind for layer in layers} == {KEPT[name]}
     with_experts = [layer for layer in layers if layer.router.data]

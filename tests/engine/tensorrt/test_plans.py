@@ -63,6 +63,7 @@ REFUSED = {
     "gemma2": "soft caps of attention",
     "gemma3n_text": "norms of values, layers that read another layer's keys and values, per-layer embeddings",
     "gemma4_text": "heads or MLPs that differ from layer to layer, keys that are also values",
+    "gemma4_unified_text": "heads or MLPs that differ from layer to layer, keys that are also values",
     "gpt_oss": "learned sinks, clamped SwiGLU, biases of experts",
     "qwen3_5_text": "recurrent layers, gates of attention",
     "qwen3_5_moe_text": "recurrent layers, gates of attention",
