@@ -82,10 +82,14 @@ def clients_of(ready: dict[str, str], more: dict[str, Callable[[], object]] | No
 def under_load(serving: Command) -> Iterator[tuple[dict[str, str], RetryingClients]]:
     """Yield what a server's READY line says, and clients that have had answers already."""
     ready = serving.ready_line()
-    watch_log(serving)
-    with clients_of(ready) as clients:
-        clients.wait_answered()
-        yield ready, clients
+    log = watch_log(serving)
+    try:
+        with clients_of(ready) as clients:
+            clients.wait_answered()
+            yield ready, clients
+    except AssertionError:
+        print("".join(log[-60:]))  # pytest shows it below the failed test
+        raise
 
 
 def ask_v1(base: str, **body: Any) -> str:
