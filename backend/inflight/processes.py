@@ -22,6 +22,7 @@ PROC = Path("/proc")
 STATE, PARENT, MINOR_FAULTS, MAJOR_FAULTS = 0, 1, 7, 9
 """Indices of `stat_fields`."""
 _START_TIME = 19
+_STOPPED = "T"  # the state of a process; that of a process in a debugger is "t"
 
 
 _MAX_DESCRIPTORS = 65_536
@@ -63,6 +64,24 @@ def without_collection() -> Generator[None, None, None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+LOOK_S = 10.0
+"""Seconds between two looks of a `StopDetector`."""
+
+
+class StopDetector:
+    """Detects that a process was stopped by a signal (SIGSTOP) and was not continued for `LOOK_S` seconds."""
+
+    def __init__(self) -> None:
+        self._was_stopped = False
+
+    def look(self, pid: int) -> bool:
+        """Return whether the process is stopped now, and was stopped at the look before. Call it every `LOOK_S`
+        seconds."""
+        fields = stat_fields(pid)
+        was_stopped, self._was_stopped = self._was_stopped, fields is not None and fields[STATE] == _STOPPED
+        return was_stopped and self._was_stopped
 
 
 @dataclass(frozen=True, slots=True)

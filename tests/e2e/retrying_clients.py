@@ -26,6 +26,7 @@ class RetryingClients:
     Attributes:
         wrong: Answers that differ from the first ones.
         num_repeated: Requests that failed and were sent again.
+        last_error: The client and the error of the last of these requests.
         longest_s: The longest time from a request's first attempt to its answer, in seconds.
     """
 
@@ -36,6 +37,7 @@ class RetryingClients:
         self._threads = [threading.Thread(target=self._send_on, args=(name,)) for name in self._asking]
         self.wrong: list[object] = []
         self.num_repeated = 0
+        self.last_error = ""
         self.num_answers = dict.fromkeys(self._asking, 0)
         self.longest_s = 0.0
 
@@ -64,7 +66,8 @@ class RetryingClients:
             while not self._is_over.is_set():
                 try:
                     answer = self._asking[name]()
-                except (OSError, HTTPException):
+                except (OSError, HTTPException) as error:
+                    self.last_error = f"{name}: {error!r}"
                     self.num_repeated += 1
                     time.sleep(0.1)
                 else:

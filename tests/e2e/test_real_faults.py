@@ -86,9 +86,12 @@ def under_load(serving: Command) -> Iterator[tuple[dict[str, str], RetryingClien
     try:
         with clients_of(ready) as clients:
             clients.wait_answered()
-            yield ready, clients
+            try:
+                yield ready, clients
+            finally:
+                print(clients.num_answers, clients.last_error)
     except AssertionError:
-        print("".join(log[-60:]))  # pytest shows it below the failed test
+        print("".join(line for line in log if " access] " not in line))  # pytest shows it
         raise
 
 

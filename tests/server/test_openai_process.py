@@ -120,7 +120,7 @@ def test_a_killed_endpoint_is_started_again(folder: Path) -> None:
 def test_a_stopped_endpoint_is_killed_and_started_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_process, "_LOOK_S", 0.1)
+    monkeypatch.setattr(kept_process, "LOOK_S", 0.1)
     with running(folder) as started:
         first = started.pid()
         os.kill(first, signal.SIGSTOP)

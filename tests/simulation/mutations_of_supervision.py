@@ -116,8 +116,14 @@ MUTATIONS_OF_SUPERVISION = (
     Mutation(
         "a stopped process of /v1 is not killed",
         "server.kept_process",
-        "                process.kill()\n            was_stopped",
-        "                pass\n            was_stopped",
+        'and is killed")\n                process.kill()\n',
+        'and is killed")\n',
+    ),
+    Mutation(
+        "a stopped tritonserver is not killed",
+        "server.supervisor",
+        "                server.kill()\n",
+        "",
     ),
     Mutation(
         "a process that cannot be started is not tried again",

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TextIO
 
-from inflight.processes import ProcessId, stat_fields
+from inflight.processes import LOOK_S, ProcessId, StopDetector
 from inflight.server import orphans
 from inflight.server.log import ServerLog
 from inflight.server.runtime_directory import FOLDER_VARIABLE, UMASK
@@ -26,8 +26,6 @@ _POLL_S = 0.05
 _PAUSES_S = (0.0, 0.5, 1.0, 2.0)
 """Seconds before a restart, by the number of processes lost in a row. The last number is for all further
 restarts."""
-_LOOK_S = 10.0  # between two looks whether a process is stopped
-_STOPPED = "T"  # the state in /proc/PID/stat; that of a process in a debugger is "t"
 _PROVEN_S = 60.0
 """After a process has run for this many seconds, the number of processes lost in a row is reset."""
 
@@ -144,16 +142,13 @@ class KeptProcess(ABC):
             self._was_up |= bool(output.readline())
 
     def _wait(self, process: "subprocess.Popen[bytes]") -> int:
-        """Wait until a process ends, and return its exit status. Kill it if two looks in a row find it stopped."""
+        """Wait until a process ends, and return its exit status. Kill it if it stays stopped."""
         running = ProcessId.of(process.pid)
-        was_stopped = False
-        while running is not None and not running.wait(_LOOK_S):
-            fields = stat_fields(process.pid)
-            is_stopped = fields is not None and fields[0] == _STOPPED
-            if is_stopped and was_stopped:
-                self._write_line(f"{self._name} was stopped by a signal for {_LOOK_S:g} s, and is killed")
+        detector = StopDetector()
+        while running is not None and not running.wait(LOOK_S):
+            if detector.look(process.pid):
+                self._write_line(f"{self._name} was stopped by a signal for {LOOK_S:g} s, and is killed")
                 process.kill()
-            was_stopped = is_stopped
         return process.wait()
 
     def _start_one(self, arguments: tuple[str, ...]) -> "subprocess.Popen[bytes] | None":

@@ -2,7 +2,8 @@
 
 If a model's process is killed, the guard ends the server (`guard`), and some requests make tritonserver 2.51
 abort. In either case the connections of the requests in flight are closed. This module decides when to
-restart and when to give up, and handles the signals that end this process. Runs on the main thread.
+restart and when to give up, kills a tritonserver that stays stopped (SIGSTOP), and handles the signals that end
+this process. Runs on the main thread.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ from types import FrameType
 from typing import TextIO
 
 from inflight.interrupts import INTERRUPTED
+from inflight.processes import LOOK_S, StopDetector
 from inflight.server import orphans
 from inflight.server.errors import ServeError
 from inflight.server.launch import ServerOptions, TritonServer, start_with_tries
@@ -174,7 +176,7 @@ class Supervisor:
         self._has_served = True
         ready_at = time.monotonic()
         self._on_ready(server)
-        self._signals.wait(until=lambda: self._has_ended(server))
+        self._wait_for_end(server)
         is_replaceable = self._has_ended(server) and server.was_lost and self._options.restarts
         if self._signals.any():
             if not is_replaceable:  # a signal that arrives after the loss only prevents the next start
@@ -186,6 +188,15 @@ class Supervisor:
         if time.monotonic() - ready_at > _PROVEN_S:
             self._num_lost = 0
         return _first_line(server.ended())
+
+    def _wait_for_end(self, server: TritonServer) -> None:
+        """Wait until the server ends or a signal arrives. Kill a tritonserver that stays stopped (SIGSTOP)."""
+        detector = StopDetector()
+        while not self._signals.any() and not self._has_ended(server):
+            self._signals.wait(until=lambda: self._has_ended(server), timeout=LOOK_S)
+            if not self._has_ended(server) and detector.look(server.pid):
+                self._write_line(f"tritonserver was stopped by a signal for {LOOK_S:g} s, and is killed")
+                server.kill()
 
     def _has_ended(self, server: TritonServer) -> bool:
         orphans.reap()

@@ -131,9 +131,6 @@ class SupervisedServer(SimulatedRun):
             triton is None or triton.is_asked_to_end
         ):  # nothing notices that it is stopped once its models have ended
             return False
-        guarded = set(triton.stubs.values()) - self.launcher.unguarded
-        if not any(stub.status is None and not stub.process.is_stopped for stub in guarded):
-            return False
         if not triton.is_ready:
             self.kernel.exit(triton.task, -signal.SIGKILL)
             return True

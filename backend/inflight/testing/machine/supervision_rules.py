@@ -47,7 +47,8 @@ def check_restarts(launcher: Launcher) -> None:
         if before.environment != after.environment:  # of another server
             num_lost = 0
             continue
-        assert again_s < first_signal_s + _LOG_S + _LOOKS_S or disturbed_s(launcher, lost_s, again_s), (
+        is_before_end = again_s < first_signal_s + _LOG_S + _LOOKS_S
+        assert is_before_end or disturbed_s(launcher, first_signal_s, again_s), (
             "/v1 is started during the end"
         )
         ran_s = lost_s - started_s(launcher, before)
