@@ -18,37 +18,42 @@ class SamplingControls(Typed):
         beam_width: number of beams of a beam search; 1: no beam search. In this API: 1 by default.
         num_return_sequences: number of sequences to sample; in a beam search, number of best beams to
             return. In this API: 1 by default, or in a beam search the number of beams.
-        temperature: divides the logits; 0: greedy; 1 by default. In this API: 1 by default; 0 makes
-            decoding greedy.
-        top_k: keep the k likeliest tokens; 0: all. In this API: 0 by default, which keeps all tokens; but
-            if top_p and min_p are unset too, 0 makes decoding greedy.
-        top_p: keep just enough of the likeliest tokens for a total probability of p or more, p in (0, 1];
-            <= 0: unset. In this API: unset by default.
-        top_p_min: lower bound of a decaying top_p; 1e-6 by default. In this API: 1e-6 by default.
-        top_p_decay: factor by which top_p decreases with each token; 1 by default. In this API: 1 by
+        temperature: number by which the logits are divided; 0: greedy decoding; 1 by default. In this API:
+            1 by default; 0 makes decoding greedy.
+        top_k: number of likeliest tokens to keep; 0: keep all tokens. In this API: 0 by default, which
+            keeps all tokens; but if top_p and min_p are unset too, 0 makes decoding greedy.
+        top_p: keep the likeliest tokens, in order, until their total probability reaches this number in (0,
+            1]; <= 0: unset. In this API: unset by default.
+        top_p_min: lower bound of top_p if top_p_decay makes it smaller; 1e-6 by default. In this API: 1e-6
+            by default.
+        top_p_decay: factor by which top_p is multiplied after each token; 1 by default. In this API: 1 by
             default.
         top_p_reset_ids: id of a token after which top_p has its initial value again; -1: none. In this API:
             none by default.
-        min_p: keep tokens of at least min_p times the largest probability; 0: all. In this API: 0 by
-            default.
+        min_p: keep tokens whose probability is at least this number times the largest probability; 0: keep
+            all tokens. In this API: 0 by default.
         seed: seed of the random numbers; identical requests with the same seed get the same tokens; 0 by
             default. In this API: 0 by default; equal requests with equal seeds get equal tokens.
-        repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt and
-            output so far; 1: no penalty. In this API: 1 by default; also applies to tokens of the prompt.
-        presence_penalty: subtracted once from the logit of each token in the prompt and the output so far;
-            0: no penalty. In this API: 0 by default; also applies to tokens of the prompt.
-        frequency_penalty: subtracted from a token's logit for each occurrence in the prompt and the output
-            so far; 0: no penalty. In this API: 0 by default; also applies to tokens of the prompt.
-        min_tokens: minimum number of tokens before an end id; 0 by default. In this API: 1 by default.
-        no_repeat_ngram_size: size n: an n-gram of the prompt or the output is not generated again; 0 or
-            2**30: off. In this API: off by default; 0 and 1 << 30 mean off.
-        length_penalty: a beam's score is divided by its length to this power; 0 by default. In this API: 0
-            by default.
-        early_stopping: when a beam search with beam_width finished beams ends. 1: at once; 0: as soon as no
-            running beam has a better score; other values: as soon as no running beam can get a better
-            score. In this API: 1 by default: a beam search ends once enough beams have finished.
-        beam_search_diversity_rate: this number times a beam's index is added to the scores of the beam's
-            next tokens when they are ranked; 0 by default. In this API: 0 by default.
+        repetition_penalty: number for tokens that the prompt or the output already has; their positive
+            logits are divided by it, and their negative logits are multiplied by it; 1: no penalty. In this
+            API: 1 by default; also applies to tokens of the prompt.
+        presence_penalty: number subtracted once from the logit of each token that the prompt or the output
+            already has; 0: no penalty. In this API: 0 by default; also applies to tokens of the prompt.
+        frequency_penalty: number subtracted from a token's logit for each occurrence of the token in the
+            prompt and in the output so far; 0: no penalty. In this API: 0 by default; also applies to
+            tokens of the prompt.
+        min_tokens: number of tokens that must be generated before an end id can be generated; 0 by default.
+            In this API: 1 by default.
+        no_repeat_ngram_size: length n of n-grams; an n-gram that the prompt or the output already has is
+            not generated again; 0 or 2**30: off. In this API: off by default; 0 and 1 << 30 mean off.
+        length_penalty: exponent; a beam's score is its log probability divided by its length to this power;
+            0 by default. In this API: 0 by default.
+        early_stopping: when a beam search ends after beam_width beams have finished. 1: at once; 0: as soon
+            as no running beam has a score among the beam_width best; other values: as soon as no running
+            beam can still reach such a score. In this API: 1 by default: a beam search ends once enough
+            beams have finished.
+        beam_search_diversity_rate: when next tokens are ranked, this number times the index of their beam
+            is added to their scores; 0 by default. In this API: 0 by default.
     """
 
     beam_width: int = of_control("beam_width", 1)

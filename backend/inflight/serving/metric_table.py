@@ -155,7 +155,7 @@ GAUGES: tuple[GaugeFamily, ...] = (
                 "scheduled",
                 "Scheduled Requests",
                 "sequences",
-                "sequences in the last iteration or static batch",
+                "sequences in the last iteration; with static batching, sequences in the last batch",
             ),
             Gauge(
                 "context",
@@ -172,8 +172,10 @@ GAUGES: tuple[GaugeFamily, ...] = (
         "memory_type",
         (
             Gauge("cpu", "Runtime CPU Memory Usage", "bytes", "resident host memory"),
-            Gauge("gpu", "Runtime GPU Memory Usage", "bytes", "memory reserved on devices"),
-            Gauge("pinned", "Runtime Pinned Memory Usage", "bytes", "host memory pinned for devices"),
+            Gauge(
+                "gpu", "Runtime GPU Memory Usage", "bytes", "memory that the process has reserved on devices"
+            ),
+            Gauge("pinned", "Runtime Pinned Memory Usage", "bytes", "host memory that is pinned for devices"),
         ),
     ),
     GaugeFamily(
@@ -189,24 +191,44 @@ GAUGES: tuple[GaugeFamily, ...] = (
                 "blocks that no running request holds, including cached blocks",
             ),
             Gauge("used", "Used KV cache blocks", "blocks", "blocks that running requests hold"),
-            Gauge("tokens_per", "Tokens per KV cache block", "tokens", "capacity of a block"),
-            Gauge("reused", "Reused KV cache blocks", "blocks", "blocks found in the cache since the start"),
+            Gauge(
+                "tokens_per",
+                "Tokens per KV cache block",
+                "tokens",
+                "number of tokens for which a block has room",
+            ),
+            Gauge(
+                "reused",
+                "Reused KV cache blocks",
+                "blocks",
+                "blocks that were found in the cache since the start",
+            ),
             Gauge("fraction", "Fraction used KV cache blocks", "0 to 1", "used blocks divided by all blocks"),
         ),
     ),
     GaugeFamily(
         "nv_trt_llm_inflight_batcher_metrics",
-        "The last iteration of in-flight batching",
+        "The last iteration",
         "inflight_batcher_specific_metric",
         (
-            Gauge("total_context_tokens", "Total Context Tokens", "tokens", "prompt tokens in the iteration"),
+            Gauge(
+                "total_context_tokens",
+                "Total Context Tokens",
+                "tokens",
+                "prompt tokens that the iteration computed",
+            ),
             Gauge(
                 "generation_requests",
                 "Generation Requests",
                 "sequences",
-                "sequences that generated in the iteration",
+                "sequences for which the iteration generated tokens",
             ),
-            Gauge("micro_batch_id", "MicroBatch ID", "", "index of the batch among the batches in flight"),
+            Gauge(
+                "micro_batch_id",
+                "MicroBatch ID",
+                "",
+                "index of this iteration's batch among the batches in flight",
+            ),
             Gauge(
                 "paused_requests",
                 "Paused Requests",
@@ -241,11 +263,13 @@ GAUGES: tuple[GaugeFamily, ...] = (
     ),
     GaugeFamily(
         "nv_trt_llm_general_metrics",
-        "Time and iteration of the values in the log line",
+        "Time and iteration at which the values in the log line were taken",
         "general_type",
         (
-            Gauge("timestamp", TIMESTAMP, "µs", "time since the epoch"),
-            Gauge("iteration_counter", "Iteration Counter", "iterations", "iterations since the start"),
+            Gauge("timestamp", TIMESTAMP, "µs", "this time, counted from the Unix epoch"),
+            Gauge(
+                "iteration_counter", "Iteration Counter", "iterations", "number of iterations since the start"
+            ),
         ),
     ),
 )
@@ -300,7 +324,8 @@ HISTOGRAMS: tuple[HistogramFamily, ...] = (
     ),
     HistogramFamily(
         "inflight_output_tokens",
-        "Generated tokens of sequences that have ended. A beam search counts the number of its steps",
+        "Generated tokens of sequences that have ended. For a beam search, the number of its steps is "
+        "counted",
         "tokens",
         "output_tokens",
     ),
@@ -333,7 +358,8 @@ TRANSFERS = {"kv_cache_transfer_ms": "KV cache transfer time", "request_count": 
 COUNTERS: tuple[CounterFamily, ...] = (
     CounterFamily(
         "nv_trt_llm_disaggregated_serving_metrics",
-        "Disaggregated serving. The values are always 0, because one server computes context and generation",
+        "Disaggregated serving. The values are always 0, because one server computes both prompts and "
+        "generated tokens",
         "ms, requests",
         lambda metrics: {},
         "disaggregated_serving_type",
@@ -363,20 +389,23 @@ COUNTERS: tuple[CounterFamily, ...] = (
     ),
     CounterFamily(
         "inflight_kv_cache_hit_tokens_total",
-        "Tokens of full blocks that were found in the KV cache when requests were admitted",
+        "Tokens in full KV blocks that a request found in the KV cache when it was admitted to the running "
+        "batch",
         "tokens",
         lambda metrics: {"": metrics.num_hit_tokens},
     ),
     CounterFamily(
         "inflight_kv_cache_missed_tokens_total",
-        "Tokens of full blocks that were not found in the KV cache when requests were admitted",
+        "Tokens in full KV blocks that a request did not find in the KV cache when it was admitted to the "
+        "running batch",
         "tokens",
         lambda metrics: {"": metrics.num_missed_tokens},
     ),
     CounterFamily(
         "inflight_saved_kv_blocks_total",
-        "KV blocks that were saved in host memory or files (saved), loaded from there (loaded), or computed again "
-        "although they had been saved (unread), because they were lost or computing is faster than loading",
+        "KV blocks that were saved in host memory or files (saved), saved blocks that were loaded from there "
+        "(loaded), and saved blocks that were computed again (unread), because they were lost or because "
+        "computing them was faster than loading them",
         "blocks",
         lambda metrics: {
             "saved": metrics.num_saved_blocks,
@@ -421,8 +450,9 @@ COUNTERS: tuple[CounterFamily, ...] = (
     ),
     CounterFamily(
         "inflight_kv_cache_dropped_blocks_total",
-        "Saved KV blocks that were removed from host memory (host), and from files (disk): to make room, because "
-        "of their age, because they could not be read or may make the device fail, or for a newer copy",
+        "Saved KV blocks that were removed from host memory (host), and from files (disk). A block is "
+        "removed to make room, because of its age, because it cannot be read, because it may make the device "
+        "fail, or because there is a newer copy",
         "blocks",
         _by_medium(lambda tier: tier.num_dropped),
         "medium",
@@ -436,7 +466,8 @@ COUNTERS: tuple[CounterFamily, ...] = (
     ),
     CounterFamily(
         "inflight_generated_tokens_total",
-        "Generated tokens, counted in every iteration. A beam search counts one token for each beam and step",
+        "Generated tokens, counted in every iteration. For a beam search, one token is counted for each beam "
+        "and step",
         "tokens",
         lambda metrics: {"": metrics.num_generated_tokens},
     ),
@@ -493,8 +524,8 @@ LEVELS: tuple[LevelFamily, ...] = (
     ),
     LevelFamily(
         "inflight_kv_cache_tier_max_bytes",
-        "Maximum size of saved KV blocks, in host memory (host) and in files (disk). 0 means that no blocks are "
-        "saved in this medium",
+        "Maximum size of all saved KV blocks together, in host memory (host) and in files (disk). 0 means "
+        "that no blocks are saved in this medium",
         "bytes",
         _by_medium(lambda tier: tier.max_bytes),
         "medium",
@@ -510,7 +541,8 @@ LEVELS: tuple[LevelFamily, ...] = (
     ),
     LevelFamily(
         "inflight_adapter_pages",
-        "Pages of device memory for adapters (all), and pages that running sequences use (used)",
+        "Pages of device memory for LoRA adapters (all), and those of these pages that running sequences use "
+        "(used)",
         "pages",
         lambda metrics: {"all": metrics.adapters.num_pages, "used": metrics.adapters.num_used_pages},
         "use",
@@ -544,7 +576,8 @@ PICTURES_MODEL = "multimodal_encoders"
 PICTURE_FAMILIES: tuple[PictureFamily, ...] = (
     PictureFamily(
         "inflight_pictures_total",
-        "Pictures of prompts, by whether their rows of embeddings were computed or found in the cache",
+        "Pictures in prompts, by whether their rows of embeddings were computed (encoded) or found in the "
+        "cache (cached)",
         "pictures",
         "counter",
         lambda stats: {"encoded": stats.num_encoded, "cached": stats.num_cache_hits},
@@ -553,14 +586,14 @@ PICTURE_FAMILIES: tuple[PictureFamily, ...] = (
     ),
     PictureFamily(
         "inflight_picture_encoding_seconds_total",
-        "Time spent to turn the files of pictures into rows of embeddings",
+        "Time in which picture files were turned into rows of embeddings",
         "seconds",
         "counter",
         lambda stats: {"": stats.milliseconds / 1000},
     ),
     PictureFamily(
         "inflight_picture_cache_bytes",
-        "Size of the rows of embeddings that are kept for further prompts",
+        "Size of the rows of embeddings that are cached for later prompts",
         "bytes",
         "gauge",
         lambda stats: {"": stats.cached_bytes},

@@ -93,7 +93,7 @@ def _flag(name: str, meaning: str, aliases: tuple[str, ...] = (), text_alias: st
 
 _MAX_TOKENS = ("max_tokens", "sampling_param_max_tokens")
 _PROMPT = (
-    TensorSpec("input_ids", "INT32", (-1,), "token ids of the prompt; send these or text_input"),
+    TensorSpec("input_ids", "INT32", (-1,), "token ids of the prompt; send either input_ids or text_input"),
     TensorSpec("input_lengths", "INT32", (), "number of valid ids in input_ids; default: all"),
     _both("text_input", "BYTES", "the prompt as UTF-8 text"),
     _both(
@@ -105,19 +105,19 @@ _PROMPT = (
     _both(
         "streaming",
         "BOOL",
-        "send a response after every iteration instead of one response at the end",
+        "if true, send a response after every iteration; if false, send one response at the end",
         text_names=("stream", "streaming"),
     ),
-    _both("stop", "BOOL", "stop the request in flight that has this request's id"),
-    _both("state", "BOOL", "return the state of the server instead of generating"),
+    _both("stop", "BOOL", "if true, stop the request in flight that has the same request id"),
+    _both("state", "BOOL", "if true, return the state of the server, and generate nothing"),
     _both("end_id", "INT32", "token id that ends the sequence; -1: none"),
     _both("pad_id", "INT32", "token id that pads shorter rows of outputs; default: -1"),
     TensorSpec(
         "stop_words_list",
         "INT32",
         (2, -1),
-        "words that end the output and are returned. First row: all ids; second row: where each word ends, as "
-        "in [[5,7,3,9,2],[3,5,-1,-1,-1]]",
+        "words that end the output; the word that ended it is returned. First row: the ids of all words; "
+        "second row: where each word ends, as in [[5,7,3,9,2],[3,5,-1,-1,-1]]",
     ),
     TensorSpec(
         "bad_words_list", "INT32", (2, -1), "words that are never generated, in the layout of stop_words_list"
@@ -125,15 +125,25 @@ _PROMPT = (
     _both(
         "stop_words",
         "BYTES",
-        "texts that end the output and are not returned",
+        "texts that end the output; the text that ended it is not returned",
         (-1,),
         text_names=("stop_words", "sampling_param_stop"),
     ),
-    _both("bad_words", "BYTES", "texts that are never generated, in their usual tokenizations", (-1,)),
-    TensorSpec("embedding_bias", "FP32", (-1,), "[vocab_size]: number added to the logit of each token"),
-    _both("embedding_bias_words", "BYTES", "texts whose tokens get a bias", (-1,)),
     _both(
-        "embedding_bias_weights", "FP32", "bias for the tokens of each text in embedding_bias_words", (-1,)
+        "bad_words",
+        "BYTES",
+        "texts to ban; the tokenizations of a text as written and with a space before it are never generated",
+        (-1,),
+    ),
+    TensorSpec(
+        "embedding_bias", "FP32", (-1,), "[vocab_size]: for each token, a number that is added to its logit"
+    ),
+    _both("embedding_bias_words", "BYTES", "texts; a bias is added to the logits of their tokens", (-1,)),
+    _both(
+        "embedding_bias_weights",
+        "FP32",
+        "for each text in embedding_bias_words, the bias of its tokens",
+        (-1,),
     ),
 )
 
@@ -150,40 +160,45 @@ _SAMPLING = tuple(_of_control(name, control) for name, control in CONTROLS.items
 _WANTED = (
     _flag(
         "exclude_input_in_output",
-        "leave the prompt out of the outputs; default: the model's parameter exclude_input_in_output",
+        "if true, leave the prompt out of the outputs; default: the value of the model's parameter "
+        "exclude_input_in_output",
         text_alias="sampling_param_exclude_input_from_output",
     ),
-    _flag("return_num_input_tokens", "adds output num_input_tokens"),
-    _flag("return_num_output_tokens", "adds output num_output_tokens"),
-    _flag("return_log_probs", "adds outputs cum_log_probs and output_log_probs"),
-    _flag("return_context_logits", "adds output context_logits"),
-    _flag("return_generation_logits", "adds output generation_logits"),
-    _flag("return_prompt_log_probs", "adds output prompt_log_probs"),
+    _flag("return_num_input_tokens", "adds the output num_input_tokens"),
+    _flag("return_num_output_tokens", "adds the output num_output_tokens"),
+    _flag("return_log_probs", "adds the outputs cum_log_probs and output_log_probs"),
+    _flag("return_context_logits", "adds the output context_logits"),
+    _flag("return_generation_logits", "adds the output generation_logits"),
+    _flag("return_prompt_log_probs", "adds the output prompt_log_probs"),
     _flag(
         "return_perf_metrics",
-        "adds the outputs with times, numbers of KV blocks and numbers of draft tokens",
+        "adds outputs for the times of the request, its numbers of KV blocks and its numbers of draft tokens",
         ("return_kv_cache_reuse_stats",),
         "sampling_param_return_perf_metrics",
     ),
-    _flag("return_receipt", "adds output receipt"),
-    _both("num_top_log_probs", "INT32", "number of likeliest tokens to return at each position"),
+    _flag("return_receipt", "adds the output receipt"),
+    _both(
+        "num_top_log_probs",
+        "INT32",
+        "number of likeliest tokens whose ids and log probs are returned for each generated token",
+    ),
     _both(
         "additional_outputs",
         "BYTES",
-        "names of additional outputs, context_<name> or generation_<name>",
+        "names of additional outputs to return, such as `context_<name>` or `generation_<name>`",
         (-1,),
     ),
-    _llmapi("return_finish_reason", "BOOL", "false: leave output finish_reason out"),
-    _llmapi("return_cumulative_logprob", "BOOL", "adds output cumulative_logprob"),
-    _llmapi("return_stop_reason", "BOOL", "adds the stop word that ended the output", _FALSE),
+    _llmapi("return_finish_reason", "BOOL", "if false, leave the output finish_reason out"),
+    _llmapi("return_cumulative_logprob", "BOOL", "adds the output cumulative_logprob"),
+    _llmapi("return_stop_reason", "BOOL", "returns the stop word that ended the output", _FALSE),
 )
 
 _ADAPTERS = (
     _both(
         "prompt_embedding_table",
         "FP16",
-        "[rows, hidden_size]: token id vocab_size + i stands for row i; in a request with text_input, all rows "
-        "come before the text",
+        "[rows, hidden_size]: embeddings for positions of the prompt. In input_ids, the id vocab_size + i "
+        "stands for row i; with text_input, all rows come before the text",
         (-1, -1),
         other_dtypes=("FP32", "BF16"),
     ),
@@ -192,10 +207,10 @@ _ADAPTERS = (
         "prompt_table_extra_ids",
         "UINT64",
         (-1,),
-        "one extra id per prompt token, 0 for text; KV blocks are shared only between prompts "
-        "with equal extra ids",
+        "one extra id for each token of the prompt, 0 for tokens of text; KV blocks are shared only between "
+        "prompts with equal extra ids",
     ),
-    _text_only("prompt_table_extra_id", "UINT64", "extra id of all rows of prompt_embedding_table"),
+    _text_only("prompt_table_extra_id", "UINT64", "the extra id that all rows of prompt_embedding_table get"),
     _both(
         "lora_task_id",
         "UINT64",
@@ -205,43 +220,57 @@ _ADAPTERS = (
     _both(
         "lora_weights",
         "FP16",
-        "[rows, width]: the matrices A and B, with B already scaled, and magnitudes of DoRA; padded with 0",
+        "[rows, width]: each row has the matrices A and B of a layer, with B already scaled, then the "
+        "magnitudes of DoRA if it is used, and zeros as padding",
         (-1, -1),
         other_dtypes=("FP32", "BF16"),
     ),
     _both(
         "lora_config",
         "INT32",
-        "[rows, 3 or 4]: module id, layer, rank, and whether the row is DoRA",
+        "[rows, 3 or 4]: for each row of lora_weights, the module id, the layer, the rank, and optionally 1 "
+        "for DoRA or 0",
         (-1, -1),
     ),
-    _both("lora_name", "BYTES", "name that the operator gave to a LoRA adapter; replaces lora_task_id"),
+    _both(
+        "lora_name",
+        "BYTES",
+        "name that the operator gave to a LoRA adapter; send it in place of lora_task_id",
+    ),
     _llmapi(
         "lora_path",
         "BYTES",
-        "path of the LoRA adapter's folder, which is below lora_dir; lora_name and lora_task_id are then only "
-        "labels",
+        "path of the LoRA adapter's folder, which must be below lora_dir; with lora_path, the inputs "
+        "lora_name and lora_task_id are only labels",
     ),
-    _llmapi("lora_ckpt_source", "BYTES", "format of the folder lora_path: hf for PEFT's format"),
-    _both("lora_command", "BYTES", "JSON command: list, load or unload adapters instead of generating"),
+    _llmapi("lora_ckpt_source", "BYTES", "format of the folder lora_path; hf means PEFT's format"),
+    _both(
+        "lora_command",
+        "BYTES",
+        "command in JSON to list, load or unload adapters; the request generates nothing",
+    ),
 )
 
 _DRAFTS = (
     TensorSpec(
-        "draft_input_ids", "INT32", (-1,), "draft of the first generated tokens, verified in one pass"
+        "draft_input_ids",
+        "INT32",
+        (-1,),
+        "guesses for the first generated tokens; the model verifies all of them in one forward pass",
     ),
     TensorSpec(
         "draft_logits",
         "FP32",
         (-1, -1),
-        "[draft tokens, vocab_size]: the logits that the draft tokens were sampled from",
+        "[draft tokens, vocab_size]: for each draft token, the logits from which it was sampled",
         other_dtypes=("FP16",),
     ),
     TensorSpec(
         "draft_acceptance_threshold",
         "FP32",
         (),
-        "accept a draft token if p_target / p_draft is at least this number",
+        "smallest ratio at which a draft token is accepted: its probability in the model, divided by its "
+        "probability according to draft_logits",
     ),
     *(
         TensorSpec(
@@ -258,18 +287,24 @@ _DRAFTS = (
     _both(
         "prompt_lookup_num_tokens",
         "INT32",
-        "maximum length of a draft, in tokens. If speculative_decoding_mode is set, the drafts come from this "
-        "mode, and 0 means the mode's own maximum. Otherwise, they come from prompt lookup, and 0 means no drafts",
+        "maximum length of a draft, in tokens. If the parameter speculative_decoding_mode is set, this mode "
+        "makes the drafts, and 0 means the mode's own maximum. If not, prompt lookup makes the drafts, and 0 "
+        "means no drafts",
     ),
     _text_only(
         "num_draft_tokens",
         "INT32",
-        "number of tokens that the draft model drafts in a round; tensorrt_llm_bls only",
+        "only in tensorrt_llm_bls: maximum number of tokens that the draft model guesses at a time; 0: no "
+        "drafts",
     ),
     _text_only(
-        "use_draft_logits", "BOOL", "accept draft tokens by rejection sampling with the draft model's logits"
+        "use_draft_logits",
+        "BOOL",
+        "if true, accept draft tokens by rejection sampling, which uses the draft model's logits",
     ),
-    _llmapi("sampling_param_best_of", "INT32", "number of sequences to choose the best from", _values(0, 1)),
+    _llmapi(
+        "sampling_param_best_of", "INT32", "number of sequences from which the best is chosen", _values(0, 1)
+    ),
 )
 
 _PICTURES = (
@@ -292,7 +327,7 @@ _PICTURES = (
         "FP32",
         (-1,),
         "rotary positions of a prompt with pictures, for models with multimodal rotary embedding: for each "
-        "prompt token, cosine and sine of each rotated pair of dimensions",
+        "prompt token, the cosine and the sine of each rotated pair of dimensions",
     ),
     TensorSpec(
         "mrope_position_deltas",
@@ -347,7 +382,7 @@ _OTHER_MODELS = (
         "cross_attention_mask",
         "BOOL",
         (-1, -1),
-        "[prompt tokens, image tiles]: which tiles each token attends to",
+        "[prompt tokens, image tiles]: which image tiles each token of the prompt attends to",
         NO_ENCODER,
     ),
     TensorSpec(
@@ -362,7 +397,7 @@ _OTHER_MODELS = (
         "context_phase_params",
         "UINT8",
         (-1,),
-        "state of a request after another server has computed its context",
+        "state of a request whose prompt another server has computed",
         "this server computes both phases",
     ),
     _text_only(
@@ -385,7 +420,7 @@ _GUIDES = (
     _both(
         "guided_decoding_guide",
         "BYTES",
-        "the schema, expression, grammar or structural tags; not needed for json",
+        "the JSON schema, regular expression, grammar or structural tags; not needed for the type json",
     ),
 )
 
@@ -393,7 +428,7 @@ _POST_PROCESSORS = (
     _both(
         "logits_post_processor_name",
         "BYTES",
-        "name of the operator's logits post-processor to apply",
+        "name of the logits post-processor to apply, a Python function of the operator",
     ),
 )
 
@@ -401,38 +436,56 @@ _CACHE = (
     _both(
         "retention_token_range_starts",
         "INT32",
-        "position of the first token of each range of the prompt that gets a retention priority",
+        "ranges of the prompt whose KV blocks get a retention priority: the position of each range's first "
+        "token",
         (-1,),
     ),
     _both(
         "retention_token_range_ends",
         "INT32",
-        "position after the last token of each range; -1: the prompt's end",
+        "for each range, the position after its last token; -1: the end of the prompt",
         (-1,),
     ),
     _both(
         "retention_token_range_priorities",
         "INT32",
-        "retention priority of each range, 0 .. 100; blocks of lower priority are evicted first; default: 35",
+        "for each range, the retention priority from 0 to 100; blocks of lower priority are evicted first; "
+        "blocks outside of the ranges have 35",
         (-1,),
     ),
     _both(
         "retention_token_range_durations_ms",
         "INT32",
-        "time after which a range gets the default priority again; -1, the default: never",
+        "for each range, the time after which its blocks have the default priority 35 again; -1, the "
+        "default: never",
         (-1,),
     ),
-    _both("retention_decode_priority", "INT32", "retention priority of the KV blocks of generated tokens"),
-    _both("retention_decode_duration_ms", "INT32", "duration of retention_decode_priority; -1: unlimited"),
     _both(
-        "cache_salt_id", "UINT64", "KV blocks are shared only between prompts with equal salts; default: 0"
+        "retention_decode_priority",
+        "INT32",
+        "retention priority of KV blocks that begin with a generated token; default: 35",
+    ),
+    _both(
+        "retention_decode_duration_ms",
+        "INT32",
+        "time after which blocks with retention_decode_priority have the priority 35 again; -1: never",
+    ),
+    _both(
+        "cache_salt_id",
+        "UINT64",
+        "number; requests share KV blocks only if their cache_salt_id is equal; default: 0",
     ),
 )
 
 _QUEUE = (
-    _both("priority", "FP32", "from 0 to 1; requests of higher priority start first; default: 0.5"),
-    _both("client_id", "UINT64", "id of the client; clients of equal priority take turns; default: 0"),
-    _both("allotted_time_ms", "INT32", "time from arrival after which the request ends; 0: no limit"),
+    _both("priority", "FP32", "number from 0 to 1; requests of higher priority start first; default: 0.5"),
+    _both(
+        "client_id",
+        "UINT64",
+        "id of the client; if requests of several clients have equal priority, the clients take turns; "
+        "default: 0",
+    ),
+    _both("allotted_time_ms", "INT32", "time limit for the request, counted from its arrival; 0: no limit"),
 )
 
 INPUTS = TensorTable(

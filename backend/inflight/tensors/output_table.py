@@ -41,18 +41,22 @@ OUTPUTS = TensorTable(
             "output_ids",
             "INT32",
             (-1, -1),
-            "[beams, n] token ids; in a stream only the new ids",
+            "[beams, n] token ids; in a stream, only the new ids",
             in_stream=_NEW,
         ),
         TensorSpec(
-            "sequence_length", "INT32", (-1,), "[beams] number of ids in this response", in_stream=_NEW
+            "sequence_length",
+            "INT32",
+            (-1,),
+            "[beams] number of each beam's ids in this response",
+            in_stream=_NEW,
         ),
         _output(
             "text_output",
             "BYTES",
             (-1,),
             _NEW,
-            "text of each beam; in a stream only the new text",
+            "text of each beam; in a stream, only the new text",
             is_batched=False,
         ),
         _output(
@@ -78,7 +82,7 @@ OUTPUTS = TensorTable(
             "INT32",
             (1,),
             _NEW,
-            "number of generated tokens of the first beam in this response",
+            "number of tokens in this response that were generated for the first beam",
         ),
         _asked(
             "cum_log_probs",
@@ -118,9 +122,15 @@ OUTPUTS = TensorTable(
             "FP32",
             (-1,),
             _SAME,
-            "[prompt tokens] log probs of the prompt; 0 for its first token",
+            "[prompt tokens] log probs of the prompt's tokens; 0 for the first token",
         ),
-        _asked("context_logits", "FP32", (-1, -1), _SAME, "[prompt tokens, vocab_size] logits of the prompt"),
+        _asked(
+            "context_logits",
+            "FP32",
+            (-1, -1),
+            _SAME,
+            "[prompt tokens, vocab_size] logits of the prompt's tokens",
+        ),
         _asked(
             "generation_logits",
             "FP32",
@@ -128,15 +138,21 @@ OUTPUTS = TensorTable(
             _NEW,
             "[beams, n, vocab_size] logits of the generated tokens",
         ),
-        _metric("kv_cache_alloc_new_blocks", "KV blocks allocated for the prompt"),
-        _metric("kv_cache_reused_blocks", "KV blocks found in the cache"),
-        _metric("kv_cache_missed_blocks", "full blocks of prompt tokens not found in the cache"),
+        _metric("kv_cache_alloc_new_blocks", "KV blocks that were allocated for the prompt"),
+        _metric("kv_cache_reused_blocks", "KV blocks that were found in the cache"),
+        _metric("kv_cache_missed_blocks", "full blocks of prompt tokens that were not found in the cache"),
         _metric("kv_cache_alloc_total_blocks", "equal to kv_cache_alloc_new_blocks"),
-        _metric("arrival_time_ns", "when the request was queued, on a monotonic clock", "INT64"),
-        _metric("first_scheduled_time_ns", "when the request's first iteration began", "INT64"),
-        _metric("first_token_time_ns", "when the first token was generated", "INT64"),
-        _metric("last_token_time_ns", "when the last token was generated; 0 until then", "INT64"),
-        _metric("acceptance_rate", "accepted / verified draft tokens; 0 without draft tokens", "FP32"),
+        _metric("arrival_time_ns", "time when the request was queued, on a monotonic clock", "INT64"),
+        _metric("first_scheduled_time_ns", "time when the request's first iteration began", "INT64"),
+        _metric("first_token_time_ns", "time when the first token was generated", "INT64"),
+        _metric(
+            "last_token_time_ns", "time when the last token was generated; 0 until the sequence ends", "INT64"
+        ),
+        _metric(
+            "acceptance_rate",
+            "accepted draft tokens divided by verified draft tokens; 0 if there were no draft tokens",
+            "FP32",
+        ),
         _metric("total_accepted_draft_tokens", "number of accepted draft tokens"),
         _metric("total_draft_tokens", "number of verified draft tokens"),
         _asked(
@@ -157,11 +173,16 @@ OUTPUTS = TensorTable(
             "BYTES",
             (1,),
             None,
-            "state of the server as JSON, for a state request",
+            "state of the server as JSON; only for a request with the input state",
             asked_by="state",
         ),
         _output(
-            "adapters", "BYTES", (1,), None, "all adapters as JSON, for lora_command", asked_by="lora_command"
+            "adapters",
+            "BYTES",
+            (1,),
+            None,
+            "all adapters as JSON; only for a request with the input lora_command",
+            asked_by="lora_command",
         ),
     )
 )

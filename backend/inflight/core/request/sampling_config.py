@@ -99,7 +99,7 @@ class SamplingConfig:
         1.0,
         "FP32",
         Range(f"0 (greedy), or {_FACTOR.text}", lambda value: value == 0.0 or _FACTOR.contains(value)),
-        "divides the logits; 0: greedy; 1 by default",
+        "number by which the logits are divided; 0: greedy decoding; 1 by default",
         example=0.5,
         text_names=("temperature", "sampling_param_temperature"),
         body=BodyField(
@@ -118,7 +118,8 @@ class SamplingConfig:
         0.0,
         "FP32",
         _within(0.0, LARGEST),
-        "keep tokens whose logit is at most top_n_sigma standard deviations below the highest; 0: all",
+        "keep tokens whose logit is at most this many standard deviations below the highest logit; 0: keep "
+        "all tokens",
         example=1.5,
         draws=True,
         body=BodyField(
@@ -137,7 +138,7 @@ class SamplingConfig:
         0,
         "INT32",
         _at_least(0, " (0 keeps every token)"),
-        "keep the k likeliest tokens; 0: all",
+        "number of likeliest tokens to keep; 0: keep all tokens",
         tensor="runtime_top_k",
         example=50,
         draws=True,
@@ -158,7 +159,8 @@ class SamplingConfig:
         0.0,
         "FP32",
         Range("in (0, 1], or <= 0 for unset", _SHARE.contains),
-        "keep just enough of the likeliest tokens for a total probability of p or more, p in (0, 1]; <= 0: unset",
+        "keep the likeliest tokens, in order, until their total probability reaches this number in (0, 1]; "
+        "<= 0: unset",
         tensor="runtime_top_p",
         example=0.875,
         is_off=lambda p: p <= 0.0,
@@ -181,7 +183,7 @@ class SamplingConfig:
         1e-6,
         "FP32",
         _SHARE,
-        "lower bound of a decaying top_p; 1e-6 by default",
+        "lower bound of top_p if top_p_decay makes it smaller; 1e-6 by default",
         tensor="runtime_top_p_min",
         example=0.25,
         text_names=("top_p_min",),
@@ -191,7 +193,7 @@ class SamplingConfig:
         1.0,
         "FP32",
         _POSITIVE_SHARE,
-        "factor by which top_p decreases with each token; 1 by default",
+        "factor by which top_p is multiplied after each token; 1 by default",
         tensor="runtime_top_p_decay",
         example=0.5,
         looks_back=True,
@@ -212,7 +214,8 @@ class SamplingConfig:
         0.0,
         "FP32",
         _SHARE,
-        "keep tokens of at least min_p times the largest probability; 0: all",
+        "keep tokens whose probability is at least this number times the largest probability; 0: keep all "
+        "tokens",
         example=0.0625,
         draws=True,
         body=BodyField(
@@ -252,7 +255,8 @@ class SamplingConfig:
         (),
         "INT32",
         _TOKEN_IDS,
-        "ids of the only tokens that may be generated, end ids included; empty: all",
+        "ids of the tokens that may be generated, including end ids; every other token is banned; empty: no "
+        "token is banned",
         example=(4, 9, 4),
         bans=True,
         body=BodyField(is_number=False),
@@ -261,7 +265,7 @@ class SamplingConfig:
         (),
         "INT32",
         _TOKEN_IDS,
-        "ids of tokens to bias; the biases of an id that occurs twice are added",
+        "ids of tokens that get a bias; if an id occurs twice, its biases are added",
         example=(4, 9),
         body=BodyField(of_openai=True, is_number=False, name="logit_bias"),
         client=None,
@@ -270,7 +274,7 @@ class SamplingConfig:
         (),
         "FP32",
         Range("finite numbers, or -inf to ban a token", lambda value: value < math.inf),
-        "bias added to the logit of each token in logit_bias_ids; -inf bans the token",
+        "for each id in logit_bias_ids, a bias that is added to the token's logit; -inf bans the token",
         example=(1.5, -math.inf),
         bans=True,
         body=BodyField(of_openai=True, is_number=False, name="logit_bias"),
@@ -280,8 +284,8 @@ class SamplingConfig:
         1.0,
         "FP32",
         _FACTOR,
-        "divides positive and multiplies negative logits of tokens in the prompt and output so far; "
-        "1: no penalty",
+        "number for tokens that the prompt or the output already has; their positive logits are divided by "
+        "it, and their negative logits are multiplied by it; 1: no penalty",
         example=1.125,
         looks_back=True,
         body=BodyField(
@@ -301,7 +305,8 @@ class SamplingConfig:
         0.0,
         "FP32",
         _ADDED,
-        "subtracted once from the logit of each token in the prompt and the output so far; 0: no penalty",
+        "number subtracted once from the logit of each token that the prompt or the output already has; 0: "
+        "no penalty",
         example=0.5,
         looks_back=True,
         text_names=("presence_penalty", "sampling_param_presence_penalty"),
@@ -321,8 +326,8 @@ class SamplingConfig:
         0.0,
         "FP32",
         _ADDED,
-        "subtracted from a token's logit for each occurrence in the prompt and the output so far; "
-        "0: no penalty",
+        "number subtracted from a token's logit for each occurrence of the token in the prompt and in the "
+        "output so far; 0: no penalty",
         example=0.5,
         looks_back=True,
         text_names=("frequency_penalty", "sampling_param_frequency_penalty"),
@@ -341,7 +346,7 @@ class SamplingConfig:
         0,
         "INT32",
         _at_least(0),
-        "minimum number of tokens before an end id; 0 by default",
+        "number of tokens that must be generated before an end id can be generated; 0 by default",
         example=2,
         bans=True,
         text_names=("min_tokens", "min_length"),
@@ -362,7 +367,8 @@ class SamplingConfig:
         0,
         "INT32",
         _at_least(0, " (0: off)"),
-        "size n: an n-gram of the prompt or the output is not generated again; 0 or 2**30: off",
+        "length n of n-grams; an n-gram that the prompt or the output already has is not generated again; 0 "
+        "or 2**30: off",
         example=3,
         is_off=lambda size: size >= NO_REPEAT_OFF,
         looks_back=True,
@@ -380,7 +386,7 @@ class SamplingConfig:
         0.0,
         "FP32",
         Range("a finite number >= 0", lambda penalty: 0.0 <= penalty < math.inf),
-        "a beam's score is divided by its length to this power; 0 by default",
+        "exponent; a beam's score is its log probability divided by its length to this power; 0 by default",
         tensor="len_penalty",
         example=0.5,
         text_names=("length_penalty",),
@@ -398,8 +404,9 @@ class SamplingConfig:
         0,
         "INT32",
         _at_least(0),
-        "when a beam search with beam_width finished beams ends. 1: at once; 0: as soon as no running beam has a "
-        "better score; other values: as soon as no running beam can get a better score",
+        "when a beam search ends after beam_width beams have finished. 1: at once; 0: as soon as no running "
+        "beam has a score among the beam_width best; other values: as soon as no running beam can still "
+        "reach such a score",
         example=2,
         other_dtypes=("BOOL",),
         body=BodyField(is_number=False),
@@ -411,8 +418,8 @@ class SamplingConfig:
         0.0,
         "FP32",
         _within(0.0, LARGEST),
-        "this number times a beam's index is added to the scores of the beam's next tokens when they are "
-        "ranked; 0 by default",
+        "when next tokens are ranked, this number times the index of their beam is added to their scores; 0 "
+        "by default",
         example=0.5,
         executor=ExecutorField(_at_least(0), "0 by default"),
     )
