@@ -220,16 +220,16 @@ _ADAPTERS = (
     _both(
         "lora_weights",
         "FP16",
-        "[rows, width]: each row has the matrices A and B of a layer, with B already scaled, then the "
-        "magnitudes of DoRA if it is used, and zeros as padding",
+        "[rows, width]: each row has the matrices A and B of one layer, with B already scaled; for DoRA, it "
+        "also has the magnitudes; zeros fill it up to the width",
         (-1, -1),
         other_dtypes=("FP32", "BF16"),
     ),
     _both(
         "lora_config",
         "INT32",
-        "[rows, 3 or 4]: for each row of lora_weights, the module id, the layer, the rank, and optionally 1 "
-        "for DoRA or 0",
+        "[rows, 3 or 4]: for each row of lora_weights, the module id, the layer and the rank; an optional "
+        "fourth number is 1 for DoRA, and otherwise 0",
         (-1, -1),
     ),
     _both(
@@ -269,8 +269,8 @@ _DRAFTS = (
         "draft_acceptance_threshold",
         "FP32",
         (),
-        "smallest ratio at which a draft token is accepted: its probability in the model, divided by its "
-        "probability according to draft_logits",
+        "a draft token is accepted if its probability in the model, divided by its probability according to "
+        "draft_logits, is at least this number",
     ),
     *(
         TensorSpec(
@@ -428,7 +428,7 @@ _POST_PROCESSORS = (
     _both(
         "logits_post_processor_name",
         "BYTES",
-        "name of the logits post-processor to apply, a Python function of the operator",
+        "name of a logits post-processor, which is a Python function of the operator",
     ),
 )
 

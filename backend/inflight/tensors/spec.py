@@ -65,8 +65,8 @@ class InStream(Enum):
     NEW = "the new tokens only"
     SO_FAR = "everything so far"
     SAME = "the same in each"
-    FIRST = "in the first response of each sequence only"
-    LAST = "in the last response of the prompt only"
+    FIRST = "only in the first response of each sequence"
+    LAST = "only in the last response of the prompt"
 
 
 @dataclass(frozen=True, slots=True)
