@@ -137,8 +137,8 @@ def counts() -> str:
     return (
         f"Of the {len(TYPES)} types of language models in transformers {transformers.__version__}, "
         f"{len(WITH_MAP & set(TYPES))} are implemented here,\n"
-        f"{len(found[BY_TRANSFORMERS])} run by transformers' code, and {len(found[REFUSED])} are refused by name, "
-        "with the reason."
+        f"{len(found[BY_TRANSFORMERS])} run with transformers' code, and {len(found[REFUSED])} are refused with "
+        "an error that names the type and the reason."
     )
 
 
