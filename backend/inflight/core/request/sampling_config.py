@@ -170,8 +170,8 @@ class SamplingConfig:
             1.0,
             {"ge": 0, "le": 1},
             of_openai=True,
-            meaning="the likeliest tokens are kept, in order, until their total probability reaches this number. "
-            "The other tokens are left out",
+            meaning="tokens are kept, the likeliest first, until the total probability of the kept tokens reaches "
+            "this number. The other tokens are left out",
         ),
         executor=ExecutorField(_POSITIVE_SHARE, "unset by default"),
         on_command_line=True,
@@ -293,7 +293,7 @@ class SamplingConfig:
             {"gt": 0},
             meaning="a number above 1 makes tokens less likely if the prompt or the answer already has them. "
             "A positive logit of such a token is divided by the number, and a negative logit is multiplied by it. "
-            "1 has no effect",
+            "The number 1 has no effect",
         ),
         executor=ExecutorField(_POSITIVE, "1 by default; also applies to tokens of the prompt"),
         on_command_line=True,
@@ -354,8 +354,8 @@ class SamplingConfig:
         body=BodyField(
             0,
             {"ge": 0, "le": MAX_INT32},
-            meaning="minimum number of tokens. Before this number is reached, end ids are banned, and a complete "
-            "stop string does not end the output. The minimum applies to every beam",
+            meaning="minimum number of tokens to generate. Before this number is reached, end ids are banned, and "
+            "a complete stop string does not end the output. In a beam search, the minimum applies to every beam",
             name="min_tokens",
         ),
         executor=ExecutorField(_at_least(0), "1 by default", name="min_tokens", aliases=("min_length",)),
@@ -376,8 +376,8 @@ class SamplingConfig:
         body=BodyField(
             0,
             {"ge": 0, "le": MAX_INT32},
-            meaning="length n of n-grams. The model may not repeat an n-gram that the prompt or the answer "
-            "already has. With 0 or 2**30, n-grams may be repeated",
+            meaning="length n of n-grams. The model cannot generate an n-gram again that the prompt or the answer "
+            "already has. With 0 or 2**30, it can",
         ),
         executor=ExecutorField(_at_least(0), "off by default; 0 and 1 << 30 mean off"),
         on_command_line=True,
