@@ -1,4 +1,4 @@
-"""Measure how far bfloat16, int8, fp8 and quantized checkpoints are from float32, on held-out text.
+"""Measure how much logits with bfloat16, int8, fp8 and quantized checkpoints differ from float32 logits.
 
 Runs in this process, without a server. The text is modules of Python's standard library that were held out
 in the training of the demo model, prepared as for the training, in windows of 512 tokens. For each dtype of

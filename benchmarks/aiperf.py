@@ -1,4 +1,4 @@
-"""Run AIPerf against /v1, and compare with token ids sent to Triton by gRPC, at 1, 16 and 64 streams.
+"""Measure /v1 with AIPerf, and Triton's gRPC endpoint for comparison, at 1, 16 and 64 streams.
 
 AIPerf is installed into an environment of its own, `.venv-aiperf`. It sends prepared bodies to
 /v1/completions, which are answered as streams: the workload of `scripts/bench serve`, with the same token

@@ -1,4 +1,4 @@
-"""Measure how soon a real server detects cancelled streams, and how soon their blocks are free.
+"""Measure how soon a real server detects cancelled streams, and how soon it frees their KV blocks.
 
 Starts a tritonserver with a fake engine that records a trace, opens N gRPC streams and one more that is not
 cancelled, waits until they generate, cancels the N streams at once, and reads the trace. The time of a stop

@@ -1,4 +1,4 @@
-"""Measure how a long prompt delays the streams that run when it arrives, with and without chunked context.
+"""Measure how much a long prompt delays the streams that are running, with and without chunked context.
 
 Runs in this process, without a server. N streams generate when a prompt of 2,000 tokens arrives. Without
 `enable_chunked_context` one iteration computes the whole prompt, and every stream waits for it. With it,

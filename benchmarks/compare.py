@@ -1,4 +1,4 @@
-"""Compare this package with other systems on the same requests, round by round, and print the ratios.
+"""Compare this package's speed with that of other systems, on the same requests, and print the ratios.
 
 Every run is a process of its own, which loads the model once, and then is warmed up and timed for each
 workload. Only one process runs at a time, and the sides alternate, so that other load on the machine affects

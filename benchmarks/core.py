@@ -1,4 +1,4 @@
-"""Measure the scheduler without a device: admission of requests, and schedule and update of an iteration.
+"""Measure, without a device, how long the scheduler takes to admit requests and to handle an iteration.
 
 Outputs are made in advance, so that only the scheduler is timed, without sender threads and forward pass.
 Statistics are counted, but not written as JSON. Each kind of request is measured separately.

@@ -1,4 +1,4 @@
-"""Measure the fraction of an iteration of a checkpoint that is spent on sampling.
+"""Measure which fraction of an iteration's time is spent on sampling, with a given checkpoint.
 
 All rows sample greedily, then with a temperature, then also with a top_p, and then with all common controls.
 """

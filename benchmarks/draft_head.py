@@ -1,4 +1,4 @@
-"""Measure how often an EAGLE-3 head, or a checkpoint's own head, guesses right, and what drafting gains or costs.
+"""Measure how often an EAGLE-3 head or a checkpoint's own head guesses right, and what drafts gain or cost.
 
 Runs in this process, without a server: for each number of streams, equally many requests at once through scheduler
 and engine, without drafts, with drafts by the head, and with drafts by a wrong EAGLE-3 head, whose output

@@ -1,4 +1,4 @@
-"""Measure a mixture of experts: its speed relative to the memory bandwidth, and the time of its router.
+"""Measure a mixture of experts: its speed compared with the memory bandwidth, and its router's time.
 
 Runs generation iterations on compiled layers. The sequences begin differently, so that their tokens use
 different experts. An iteration reads every matrix once, but of the experts only those that a row uses; the

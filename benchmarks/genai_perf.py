@@ -1,4 +1,4 @@
-"""Run genai-perf against /v1 and Triton, and compare with token ids sent by gRPC, at 1, 16 and 64 streams.
+"""Measure /v1 and `ensemble` with genai-perf, and `tensorrt_llm` for comparison, at 1, 16 and 64 streams.
 
 genai-perf is installed into an environment of its own, `.venv-genai-perf`. It runs tritonclient's
 perf_analyzer, because its own packages do not include this program. It sends texts to /v1/completions, and

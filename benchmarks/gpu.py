@@ -1,4 +1,4 @@
-"""Measure a GPU: iterations, prompts, long contexts, load, a server; compare each with the hardware's limit.
+"""Measure a GPU's speed (iterations, prompts, long contexts, load, a server) against the hardware's limits.
 
 Makes checkpoints of random weights, one after the other. Each is measured in this process, then through
 tritonserver, then in vLLM in an environment of its own (`--vllm-python`). The limit of a figure is the time

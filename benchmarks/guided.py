@@ -1,4 +1,4 @@
-"""Measure the cost of guided decoding: masks for many rows, and the delay of other requests by a slow guide.
+"""Measure the cost of guided decoding: masks for many rows, and how much slow guides delay other requests.
 
 The first part times an iteration of a model with random weights. The second part samples with this model's
 engine and a made-up vocabulary, alternately with and without a JSON schema that every row follows. The

@@ -1,4 +1,4 @@
-"""Measure how many seconds of processor time each process of a server without requests takes.
+"""Measure how many seconds of processor time each process of an idle server takes.
 
 Starts the same server as `scripts/serve`, with ranks if `--tp` is given, sends one request, and then reads
 the processor time of all of the server's processes twice, `--seconds` apart. Prints one line of JSON last.

@@ -1,4 +1,4 @@
-"""Measure the time of an iteration on a real server, with one stream and with many.
+"""Measure the time of an iteration on a real server, with one stream and with many streams.
 
 Starts a tritonserver with a fake engine whose forward pass takes a fixed time, opens N gRPC streams, and
 reads the number of iterations and seconds from the statistics in the log. The time of an iteration beyond

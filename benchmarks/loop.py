@@ -1,4 +1,4 @@
-"""Measure the cost of an iteration on the engine's thread while another thread sends responses slowly.
+"""Measure an iteration's time on the engine's thread while another thread sends responses slowly.
 
 Runs a fake engine without a forward pass, N streaming requests, and one sender thread that takes as long per
 response as the Python stub of a real tritonserver. Prints the median time of an iteration for each N, and

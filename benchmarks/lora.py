@@ -1,4 +1,4 @@
-"""Measure LoRA adapters: iterations whose rows have adapters, alternating with iterations without.
+"""Measure the cost of LoRA adapters: iterations with adapters, alternating with iterations without adapters.
 
 All linear layers are adapted. Weights are random, because only the time is measured. In generation every row
 has one token, and rows use the adapters in turn; with `--chunk N` one row computes N tokens of a context.

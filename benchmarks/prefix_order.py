@@ -1,4 +1,4 @@
-"""Measure how much of the prompts is reused if requests with cached prefixes start first (`schedule_policy`).
+"""Measure how many prompt tokens are reused if requests with cached prefixes start first (`schedule_policy`).
 
 Simulates the scheduler without any device. Each request has one of several system prompts and a message of its
 own; the KV cache is too small for all system prompts. Arrivals are random. The unit of time is the time of one

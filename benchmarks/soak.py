@@ -1,4 +1,4 @@
-"""Send requests of every kind to a server for hours, and watch memory, files and threads of its processes.
+"""Send requests of every kind to a server for hours, and watch its processes' memory, files and threads.
 
 Starts the same server as `scripts/serve --openai-port`, with a LoRA adapter, saved KV blocks, batches, a chat
 template with tools and reasoning, and the model as its own draft model. The prompts are few, and each kind of

@@ -1,4 +1,4 @@
-"""Measure the time of a server from its start to READY, and the peak memory of all its processes.
+"""Measure the time from a server's start to READY, and the peak memory of all its processes.
 
 Starts the same server as `scripts/serve` several times with one checkpoint. With `--cold` (needs root) the
 checkpoint's files are removed from the page cache before each start. With `--compile` layers are compiled at
