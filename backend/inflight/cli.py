@@ -19,15 +19,18 @@ COMMANDS = {
     "doctor": ("inflight.doctor", "check whether this machine can run a server"),
     "batch": ("inflight.openai.batches.command", "send a file of requests to a running server"),
     "bench": ("inflight.bench_command", "run a benchmark; without a name, list them"),
-    "build": ("inflight.engine.tensorrt.command", "build a TensorRT engine of a checkpoint"),
+    "build": ("inflight.engine.tensorrt.command", "build a TensorRT engine from a checkpoint"),
     "client": ("inflight_client", "ask a running server for text, its state or its adapters"),
-    "replay": ("inflight.replay_command", "replay a trace's schedule without the model"),
+    "replay": ("inflight.replay_command", "replay the scheduler's decisions from a trace, without the model"),
     "simulate": (
         "inflight.testing.simulation.simulate",
-        "search random seeds for a fault of the scheduler or of a whole simulated server",
+        "simulate the scheduler and whole servers with random seeds, to find faults",
     ),
     "verify": ("inflight.receipts.verify", "re-run a receipt's request, and compare the tokens"),
-    "convert-lora": ("inflight.adapters.convert_lora", "convert a PEFT folder to TensorRT-LLM's two files"),
+    "convert-lora": (
+        "inflight.adapters.convert_lora",
+        "convert the LoRA adapter in a PEFT folder to TensorRT-LLM's two files",
+    ),
     "make-model": ("inflight.testing.make_model", "write a checkpoint with random weights"),
 }
 """Module and purpose of each subcommand."""

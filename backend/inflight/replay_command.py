@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
         "Exit code 0: identical, 1: it differs, 2: the trace cannot be read.",
     )
     parser.add_argument(
-        "trace", type=Path, metavar="TRACE", help="the file that the parameter record_path wrote"
+        "trace", type=Path, metavar="TRACE", help="the file that a server with the setting record_path wrote"
     )
     parser.add_argument("--until", type=whole, metavar="ITERATION", help="the last iteration to replay")
     parser.add_argument(
@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
         action="store_true",
         help="print the scheduler's state at the end, as JSON; other output goes to stderr",
     )
-    parser.add_argument("--verbose", action="store_true", help="one line for every iteration")
+    parser.add_argument("--verbose", action="store_true", help="print one line for every iteration")
     given = parser.parse_args(arguments)
     from inflight.batch_manager.recording import Trace
     from inflight.batch_manager.replay import UNREADABLE, run

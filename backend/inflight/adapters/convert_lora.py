@@ -31,13 +31,14 @@ def main(arguments: list[str] | None = None) -> int:
         "--model",
         type=Path,
         metavar="CHECKPOINT",
-        help="checkpoint of the adapter's model, against which shapes are checked; needed for DoRA",
+        help="checkpoint of the adapter's model, to check the adapter's shapes; needed for DoRA",
     )
     parser.add_argument(
         "--storage-type",
         choices=ITEM_SIZES,
         default="float16",
-        help="type of the numbers; must be that of the server's input lora_weights (default: %(default)s)",
+        help="type of the numbers; the server's input lora_weights must have the same type (default: "
+        "%(default)s)",
     )
     given = parser.parse_args(arguments)
     from inflight.adapters.lora_files import write_lora_files

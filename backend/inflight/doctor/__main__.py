@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add_checkpoint(
-        parser, "checkpoint or GGUF file to check: whether it can be loaded, and whether it fits into memory"
+        parser, "checkpoint or GGUF file; the doctor checks whether it can be loaded and fits into memory"
     )
     add("--set", metavar="KEY=VALUE", type=setting, action="append", default=[], help="as for scripts/serve")
     add("--host", default="127.0.0.1", help="as for scripts/serve")

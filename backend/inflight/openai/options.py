@@ -113,8 +113,8 @@ def _add_model_arguments(add: Callable[..., argparse.Action]) -> None:
         nargs="+",
         type=_name,
         default=[],
-        help="names of the model in requests to /v1; answers use the first (default: the name of "
-        "the checkpoint's folder)",
+        help="names of the model in requests to /v1; answers have the first of these names (default: the "
+        "name of the checkpoint's folder)",
     )
     add(
         "--chat-template",
@@ -126,8 +126,8 @@ def _add_model_arguments(add: Callable[..., argparse.Action]) -> None:
         "--tool-call-parser",
         choices=TOOL_CALL_PARSERS,
         default="auto",
-        help="the form in which the model writes tool calls; none: tool calls stay text (default: auto, "
-        "which recognizes the form by the chat template)",
+        help="the form in which the model writes tool calls; none: tool calls stay part of the text "
+        "(default: auto, which recognizes the form by the chat template)",
     )
     add(
         "--reasoning-parser",
@@ -141,17 +141,17 @@ def _add_model_arguments(add: Callable[..., argparse.Action]) -> None:
         metavar="N",
         type=_count,
         help="maximum number of tokens of an answer whose request sets no max_tokens (default: 16 for "
-        "completions, all that fit for chats)",
+        "completions; for chats, as many tokens as fit)",
     )
 
     add(
         "--convert",
         choices=CONVERSIONS,
         default="auto",
-        help="what the model is used for; none: text generation; embed: /v1/embeddings; classify: /v1/classify "
-        "if the checkpoint has a head for sequence classification, otherwise /v1/rerank and /v1/score; auto: "
-        "classify if the checkpoint has such a head, embed if it has a pooling of sentence-transformers, "
-        "otherwise none (default: auto)",
+        help="what the model is used for; none: text generation; embed: /v1/embeddings; classify: "
+        "/v1/classify if the checkpoint has a head for sequence classification, otherwise /v1/rerank and "
+        "/v1/score; auto: classify if the checkpoint has a head for sequence classification, embed if it has "
+        "a pooling of sentence-transformers, otherwise none (default: auto)",
     )
 
 
@@ -161,8 +161,8 @@ def _add_listening_arguments(add: Callable[..., argparse.Action]) -> None:
         metavar="KEY",
         nargs="+",
         default=[],
-        help="requests to /v1 must have one of these keys. Every user of this machine can read a command line: "
-        f"prefer --api-key-file or the environment variable {API_KEYS_VARIABLE}",
+        help="requests to /v1 must have one of these keys. Every user of this machine can read the keys in "
+        f"the command line, so prefer --api-key-file or the environment variable {API_KEYS_VARIABLE}",
     )
     add("--api-key-file", metavar="FILE", type=_file, help="a file with an API key on each line")
     add(
@@ -170,31 +170,32 @@ def _add_listening_arguments(add: Callable[..., argparse.Action]) -> None:
         metavar="ORIGINS",
         type=_origins,
         default=(),
-        help="origins of web pages that may use /v1: a JSON list such as '[\"https://chat.example\"]', or origins "
-        "separated by commas; * for all (default: only the playground's own)",
+        help="origins of web pages that may use /v1: a JSON list such as '[\"https://chat.example\"]', or "
+        "origins separated by commas; * allows all origins (default: only the playground's own)",
     )
     add(
         "--max-body-size",
         metavar="SIZE",
         type=_size,
         default=MAX_BODY_BYTES,
-        help="largest body of a request to /v1, in bytes, or with a unit such as 64M (default: 16M)",
+        help="maximum size of the body of a request to /v1, in bytes or with a unit, such as 64M (default: "
+        "16M)",
     )
     add(
         "--max-stored-responses",
         metavar="N",
         type=_number,
         default=MAX_STORED_RESPONSES,
-        help="maximum number of responses of /v1/responses that are kept for previous_response_id; the "
-        "oldest are dropped; 0: none are kept (default: %(default)s)",
+        help="maximum number of responses of /v1/responses that are kept for previous_response_id; if there "
+        "are more, the oldest are dropped; 0: none are kept (default: %(default)s)",
     )
     add(
         "--max-stored-responses-size",
         metavar="SIZE",
         type=_size,
         default=MAX_STORED_BYTES,
-        help="maximum size of all kept responses of /v1/responses, with their conversations, such as 500M "
-        "(default: 64M)",
+        help="maximum size of all kept responses of /v1/responses together, including their conversations, "
+        "such as 500M (default: 64M)",
     )
     add(
         "--response-store",
@@ -212,7 +213,7 @@ def _add_listening_arguments(add: Callable[..., argparse.Action]) -> None:
         "--ssl-keyfile",
         metavar="FILE",
         type=_file,
-        help="private key of the certificate (default: in the file of --ssl-certfile)",
+        help="file with the private key of the certificate (default: the file of --ssl-certfile)",
     )
 
 
@@ -221,8 +222,8 @@ def _add_batch_arguments(add: Callable[..., argparse.Action]) -> None:
         "--batch-dir",
         metavar="DIR",
         type=_folder,
-        help="folder for the files of /v1/files and the state of /v1/batches, so that batches go on after "
-        "a restart; without this flag, requests to these routes are refused",
+        help="folder for the files of /v1/files and the state of /v1/batches, so that batches continue after "
+        "a restart; without this flag, requests to /v1/files and /v1/batches are refused",
     )
     add(
         "--batch-dir-size",
@@ -236,8 +237,8 @@ def _add_batch_arguments(add: Callable[..., argparse.Action]) -> None:
         metavar="N",
         type=_count,
         default=CONCURRENCY,
-        help="how many requests of batches may be in flight; should be less than max_batch_size (default: "
-        "%(default)s)",
+        help="maximum number of requests of batches that are in flight at a time; N should be less than "
+        "max_batch_size (default: %(default)s)",
     )
 
 

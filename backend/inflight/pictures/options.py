@@ -23,21 +23,22 @@ def add_arguments(add: Callable[..., argparse.Action]) -> None:
         nargs="+",
         action="extend",
         default=[],
-        help="hosts from which pictures are read by http: and https: URLs, separated by spaces or commas; "
-        "*.example.com for all hosts below example.com (default: none)",
+        help="hosts, separated by spaces or commas, from which the server may read pictures by http: and "
+        "https: URLs; *.example.com stands for all hosts below example.com (default: none)",
     )
     add(
         "--allowed-local-media-path",
         metavar="DIR",
         type=_folder,
-        help="folder from which pictures are read by file: URLs (default: none)",
+        help="folder from which the server may read pictures by file: URLs (default: none)",
     )
     add(
         "--limit-mm-per-prompt",
         metavar="LIMITS",
         type=_picture_limit,
         default=MAX_PICTURES,
-        help="largest number of pictures in a prompt, as '{\"image\": 4}' or image=4 (default: image=8)",
+        help="maximum number of pictures in a prompt, given as '{\"image\": 4}' or image=4 (default: "
+        "image=8)",
     )
 
 

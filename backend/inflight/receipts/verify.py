@@ -192,7 +192,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "receipt",
         metavar="RECEIPT",
-        help="file of a receipt, or of an answer that has one; -: standard input",
+        help="file with a receipt, or with an answer that contains a receipt; -: standard input",
     )
     add("--model", metavar="DIR_OR_HF_ID", help="the model that the receipt names (default: the demo model)")
     add("--revision", metavar="REVISION", help="branch, tag or commit of a --model from the Hugging Face hub")
@@ -201,7 +201,7 @@ def _parser() -> argparse.ArgumentParser:
         "--key",
         type=Path,
         metavar="FILE",
-        help="check the signature, with the key in this file",
+        help="check the receipt's signature with the key in this file",
     )
     add("--set", metavar="KEY=VALUE", type=setting, action="append", default=[], help="as for scripts/serve")
     return parser

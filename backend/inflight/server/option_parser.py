@@ -47,7 +47,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--weights",
         choices=("memory", "mmap"),
-        help="mmap: on a CPU, map the weights from a file in ~/.cache/inflight, which the first start writes "
+        help="mmap: on a CPU, map the weights from a file that the first start writes to ~/.cache/inflight "
         "(default: memory)",
     )
     add(
@@ -56,7 +56,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         type=named_folder,
         action="append",
         default=[],
-        help="a LoRA adapter that requests may name; may be repeated",
+        help="a LoRA adapter that requests may name; the flag may be repeated",
     )
     add(
         "--set",
@@ -64,7 +64,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         type=setting,
         action="append",
         default=[],
-        help="set one of the settings of docs/settings.md; may be repeated",
+        help="set one of the settings of docs/settings.md; the flag may be repeated",
     )
 
 
@@ -74,10 +74,11 @@ def _add_draft_options(parser: argparse.ArgumentParser) -> None:
         "--speculate",
         metavar="METHOD[:K]",
         type=value_of(SPECULATION),
-        help="draft up to K tokens of each sequence; prompt-lookup: from the sequence's own tokens; suffix: "
-        "from the sequence's own tokens and recent answers; mtp: by the checkpoint's draft head or the head "
-        "in --draft-model; eagle3: by the head in --draft-model; none: only if a request asks for drafts "
-        "(default: none; K is 1 for mtp, 3 for eagle3, and 8 otherwise)",
+        help="draft up to K next tokens of each sequence; prompt-lookup: draft from the sequence's own "
+        "tokens; suffix: draft from the sequence's own tokens and recent answers; mtp: draft with the "
+        "checkpoint's own draft head or the head in --draft-model; eagle3: draft with the head in "
+        "--draft-model; none: draft only for requests that ask for drafts (default: none; K is 1 for mtp, 3 "
+        "for eagle3, and 8 for the other methods)",
     )
     add(
         "--draft-model",
@@ -94,7 +95,7 @@ def _add_kv_cache_options(parser: argparse.ArgumentParser) -> None:
         "--kv-cache-dir",
         metavar="DIR",
         type=folder_name,
-        help="folder in which KV blocks are saved for reuse, also after a restart",
+        help="folder in which the server saves KV blocks, to reuse them even after a restart",
     )
     add(
         "--kv-cache-disk",
@@ -106,7 +107,8 @@ def _add_kv_cache_options(parser: argparse.ArgumentParser) -> None:
         "--kv-events-config",
         metavar="JSON",
         type=value_of(KV_EVENTS),
-        help="publish KV cache events for routers by ZeroMQ, in vLLM's format; {} publishes at tcp://*:5557",
+        help="publish KV cache events over ZeroMQ, in vLLM's format, for programs that route requests to "
+        "servers; with the JSON {}, the server publishes at tcp://*:5557",
     )
 
 
@@ -117,12 +119,12 @@ def _add_address_options(parser: argparse.ArgumentParser) -> None:
         explanation = "default: %(default)s; 0: any free one"
         flags = ("--port", "--openai-port") if service == "openai" else (f"--{service}-port",)
         add(*flags, dest=f"{service}_port", type=port, default=default, metavar="PORT", help=explanation)
-    add("--no-openai", action="store_true", help="serve Triton's endpoints only, without /v1")
+    add("--no-openai", action="store_true", help="serve only Triton's endpoints, without /v1")
     add("--no-vision", action="store_true", help="refuse pictures, and load no vision tower")
     add(
         "--no-triton",
         action="store_true",
-        help="serve only /v1, with the engine in this process and without tritonserver; after a crash the "
+        help="serve only /v1, without tritonserver and with the engine in this process; after a crash, the "
         "engine is not restarted",
     )
 
@@ -141,8 +143,8 @@ def _add_running_options(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=300,
         metavar="SECONDS",
-        help="give up a start after this many seconds without progress: no line logged, no file read, no "
-        "memory filled (default: %(default)s)",
+        help="give up the start after this many seconds in which the server makes no progress, which means "
+        "that it logs no line, reads no file and fills no memory (default: %(default)s)",
     )
     add(
         "--restarts",
@@ -150,7 +152,7 @@ def _add_running_options(parser: argparse.ArgumentParser) -> None:
         default=5,
         metavar="N",
         help="restart a server that has ended by itself, but give up after N failed starts in a row; 0: "
-        "never restart (default: %(default)s)",
+        "never restart the server (default: %(default)s)",
     )
     add(
         "--no-request-checks",
@@ -161,7 +163,7 @@ def _add_running_options(parser: argparse.ArgumentParser) -> None:
         "--model-control",
         choices=("none", "explicit"),
         default="none",
-        help="explicit: clients can unload and load models, by requests with the key of "
+        help="explicit: clients can unload and load models if their requests have the key of "
         f"{CONTROL_KEY_VARIABLE} in the header {CONTROL_KEY_HEADER} (default: %(default)s)",
     )
 
@@ -180,8 +182,8 @@ def _add_log_options(parser: argparse.ArgumentParser) -> None:
         "--otlp-traces-endpoint",
         metavar="URL",
         type=value_of(URL),
-        help="send OpenTelemetry spans of all requests by OTLP over HTTP to this collector, such as "
-        "http://localhost:4318/v1/traces",
+        help="address of a collector, such as http://localhost:4318/v1/traces, to which the server sends "
+        "OpenTelemetry spans of all requests, by OTLP over HTTP",
     )
 
 
@@ -199,7 +201,7 @@ def _add_api_options(parser: argparse.ArgumentParser) -> None:
         "--allow-model-config",
         action="store_true",
         help="let every client read the models' configurations, which name folders of this machine; "
-        "perf_analyzer and a server of /v1 on another host need them",
+        "perf_analyzer needs the configurations, and so does a server of /v1 on another host",
     )
 
 
@@ -216,23 +218,24 @@ def _add_program_options(parser: argparse.ArgumentParser) -> None:
         "--write-repository",
         type=Path,
         metavar="DIR",
-        help="only write the model repository to this new folder, for a tritonserver that another program "
-        "starts",
+        help="start no server, but write the model repository to this new folder, for a tritonserver that "
+        "another program starts",
     )
-    add("--tritonserver", type=Path, metavar="PATH", help="use another tritonserver, with its own backends")
+    add("--tritonserver", type=Path, metavar="PATH", help="start this tritonserver, with its own backends")
     add(
         "--engine",
         choices=("torch", "transformers", "tensorrt"),
         help="what computes the layers; torch: this server's own code; transformers: the code of Hugging "
-        "Face transformers, for any decoder whose attention can be replaced; tensorrt: plans that "
-        "scripts/build wrote (default: tensorrt for plans, torch for families that it supports, "
-        "transformers for others)",
+        "Face transformers, for any decoder whose attention the server can replace; tensorrt: TensorRT "
+        "engines (plans) that scripts/build wrote (default: tensorrt for a folder of plans, torch for the "
+        "model families that torch supports, transformers for other families)",
     )
     add(
         "--engine-dir",
         metavar="DIR",
         type=Path,
-        help="folder of plans that scripts/build wrote; without --model, the tokenizer comes from it too",
+        help="folder of TensorRT engines (plans) that scripts/build wrote; without --model, the tokenizer is "
+        "read from this folder, too",
     )
 
 
@@ -261,8 +264,8 @@ def _add_rank_options(parser: argparse.ArgumentParser) -> None:
         "--mode",
         choices=get_args(Mode),
         help="what starts the ranks; leader: this command; orchestrator: the model's process, which restarts "
-        "them if one is lost; in_process: there is only one rank (default: in_process for one rank, "
-        "orchestrator for several)",
+        "the ranks if one is lost; in_process: there is only one rank, in the model's process (default: "
+        "in_process for one rank, orchestrator for several)",
     )
     add(
         "--mpirun-arguments",

@@ -278,7 +278,7 @@ def _make_parser() -> Parser:
     parser.add_argument(
         "--quantize",
         choices=QUANTIZED_FORMATS,
-        help="quantize the linear layers, or with mxfp4 the experts of gpt_oss, in this format",
+        help="quantize the linear layers (with mxfp4: the experts of gpt_oss) in this format",
     )
     return parser
 

@@ -76,8 +76,8 @@ def _parser() -> argparse.ArgumentParser:
     defaults = BuildOptions()
     parser = Parser(
         prog=program_name("scripts/build"),
-        description="Build a TensorRT engine of a checkpoint: for each rank two plans and a description, in a "
-        "folder. With TensorRT for RTX this needs no GPU.",
+        description="Build a TensorRT engine from a checkpoint: for each rank two plans and a description, "
+        "in a folder. With TensorRT for RTX this needs no GPU.",
     )
     add = parser.add_argument
     add(
@@ -113,19 +113,27 @@ def _parser() -> argparse.ArgumentParser:
         help="maximum sum of the ranks of a batch's LoRA adapters; 0: no adapters (default: "
              "%(default)s)")  # fmt: skip
     add("--additional-output", action="append", default=[], metavar="hidden_states_<i>",
-        help="additional output: the hidden states after i layers; may be repeated")  # fmt: skip
-    add("--tp", type=positive, default=1, metavar="N", help="tensor-parallel ranks (default: %(default)s)")
+        help="additional output: the hidden states after i layers; the flag may be repeated")  # fmt: skip
+    add(
+        "--tp",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="number of tensor-parallel ranks (default: %(default)s)",
+    )
     add(
         "--target",
-        help="GPUs to build for: portable, current, or compute capabilities such as sm89 or sm80,sm89 (default: "
-        "portable)",
+        help="GPUs to build for: compute capabilities such as sm89 or sm80,sm89; portable: all GPUs that "
+        "tensorrt_rtx supports; current: this machine's GPU (default: portable for tensorrt_rtx, current for "
+        "tensorrt)",
     )
     add("--attention", choices=("split", "packed"), default=defaults.attention,
-        help="split: context chunks and generation have an attention operation each; packed: one operation for "
-             "both, which tensorrt_rtx does not support (default: %(default)s)")  # fmt: skip
-    add("--weights", choices=("constants", "inputs"), default=defaults.weights,
-        help="constants: store the weights in the plans; inputs: in a separate file (default: "
+        help="split: context chunks and generation each have an attention operation of their own; packed: "
+             "they share one operation, which tensorrt_rtx does not support (default: "
              "%(default)s)")  # fmt: skip
+    add("--weights", choices=("constants", "inputs"), default=defaults.weights,
+        help="constants: store the weights in the plans; inputs: store the weights in a separate file "
+             "(default: %(default)s)")  # fmt: skip
     add(
         "--module",
         choices=MODULES,

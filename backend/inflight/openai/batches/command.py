@@ -84,9 +84,9 @@ def _parser() -> argparse.ArgumentParser:
         type=_number,
         default=RETRIES,
         metavar="N",
-        help="how many times a request is sent again after status 502, 503 or 504 or if there is no answer, with "
-        "pauses of up to 30 s; after status 429 (the queue is full) it is sent again without limit (default: "
-        "%(default)s)",
+        help="maximum number of times that a request is sent again after status 502, 503 or 504 or without "
+        "an answer, with pauses of up to 30 s; after status 429 (the queue is full), a request is sent again "
+        "without limit (default: %(default)s)",
     )
     add(
         "--api-key-file",
