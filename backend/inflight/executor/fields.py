@@ -101,7 +101,7 @@ def _of(owner: type, **notes: _Note) -> list[FieldNote]:
 _NO_ENCODER = "no model here has an encoder"
 _NO_IMAGES = "the Executor takes no pictures; pass their embeddings in prompt_tuning_config"
 
-_ONE_SERVER = "one engine computes both context and generation; there is no disaggregated serving"
+_ONE_SERVER = "one engine computes both context and generation, so there is no disaggregated serving"
 _NO_LOOKAHEAD = (
     "lookahead decoding is not implemented; send drafts with a request (external_draft_tokens_config), or let the "
     "engine draft from earlier tokens (speculative_decoding_mode of the argument `parameters`)"
@@ -139,20 +139,20 @@ _REQUEST = _of(
         "maximum number of tokens to generate; prompt and generated tokens together may not "
         "exceed the model's maximum length"
     ),
-    streaming=_works("if set, responses are returned while tokens are generated"),
+    streaming=_works("if set, responses are returned while tokens are being generated"),
     sampling_config=_works("copied into the request; later changes to the original have no effect"),
     output_config=_works("copied into the request; later changes to the original have no effect"),
-    end_id=_works("token that ends an output and is left out of it; None or -1: no token does"),
+    end_id=_works("token that ends an output and is left out of it; None or -1: no token ends the output"),
     pad_id=_ignored("each beam is returned as a list of its own length, without padding"),
     position_ids=_refused("positions always count from 0"),
-    bad_words=_works("token sequences that are not generated, even if they begin in the prompt"),
+    bad_words=_works("token sequences that are never generated, not even if they begin in the prompt"),
     stop_words=_works(
-        "an output ends with its first stop word; a stop word that begins in the prompt has no effect"
+        "an output ends after its first stop word; a stop word that begins in the prompt has no effect"
     ),
     embedding_bias=_works("one number for each token of the vocabulary, added to its logit"),
     external_draft_tokens_config=_works("draft tokens, which are all verified in one forward pass"),
     prompt_tuning_config=_works(
-        "embeddings for prompt tokens with ids of vocab_size and above; see PromptTuningConfig"
+        "embeddings for prompt tokens whose ids are vocab_size or higher; see PromptTuningConfig"
     ),
     multimodal_input=_refused(_NO_IMAGES),
     multimodal_embedding=_refused(_NO_IMAGES),
@@ -162,7 +162,8 @@ _REQUEST = _of(
     ),
     lookahead_config=_refused(_NO_LOOKAHEAD),
     kv_cache_retention_config=_works(
-        "priorities of KV blocks: the lowest are evicted first, and among these the least recently used"
+        "priorities of KV blocks: blocks of the lowest priority are evicted first, and among these the least "
+        "recently used ones"
     ),
     logits_post_processor_name=_works("a name in LogitsPostProcessorConfig.processor_map, or `batched`"),
     logits_post_processor=_works("a callable for this request only; refused with several ranks"),
@@ -171,7 +172,8 @@ _REQUEST = _of(
         "returned in every response; among waiting requests of equal priority, clients take turns"
     ),
     return_all_generated_tokens=_works(
-        "each streamed response has all tokens so far; always on in beam searches, whose earlier tokens may change"
+        "if set, each streamed response has all tokens so far; responses of beam searches always have all "
+        "tokens, because earlier tokens may change"
     ),
     priority=_works("waiting requests of higher priority start first"),
     request_type=_refused(_ONE_SERVER, RequestType.REQUEST_TYPE_CONTEXT_AND_GENERATION),
@@ -180,10 +182,11 @@ _REQUEST = _of(
     encoder_output_length=_refused(_NO_ENCODER),
     cross_attention_mask=_refused(_NO_ENCODER),
     num_return_sequences=_works("number of sequences, unless SamplingConfig.num_return_sequences is set"),
-    eagle_config=_refused("DecodingConfig.eagle_config sets the drafts of all requests"),
+    eagle_config=_refused("set DecodingConfig.eagle_config, which applies to all requests"),
     skip_cross_attn_blocks=_refused(_NO_ENCODER),
     guided_decoding_params=_works(
-        "a guide, refused in beam searches; without GuidedDecodingConfig, guides use the checkpoint's tokenizer"
+        "a guide; refused for beam searches; without GuidedDecodingConfig, guides use the checkpoint's "
+        "tokenizer"
     ),
     language_adapter_uid=_refused("a request has one adapter, set by lora_config"),
     allotted_time_ms=_works(
@@ -208,26 +211,32 @@ _PARTS_OF_REQUESTS = [
         return_log_probs=_works(
             "returns log probabilities: the model's own, unless ExecutorConfig.normalize_log_probs is set"
         ),
-        return_context_logits=_works("if set, no part of the prompt is taken from the KV cache"),
-        return_generation_logits=_works(
-            "the model's logits, before sampling controls are applied; refused for streamed beam searches"
+        return_context_logits=_works(
+            "returns the logits of the prompt's tokens; no part of the prompt is then taken from the KV cache"
         ),
-        exclude_input_from_output=_works("has an effect only on requests without streaming"),
+        return_generation_logits=_works(
+            "returns the model's logits, before sampling controls are applied; refused for streamed beam "
+            "searches"
+        ),
+        exclude_input_from_output=_works(
+            "if set, outputs do not contain the prompt; has an effect only on requests without streaming"
+        ),
         return_encoder_output=_refused(_NO_ENCODER),
         return_perf_metrics=_works("returns RequestPerfMetrics; its times are those of a monotonic clock"),
         additional_model_outputs=_works(
             "tensors to return; ExecutorConfig.additional_model_outputs must name them, too"
         ),
         return_receipt=_works(
-            "returns a record of request, answer, model and settings; TensorRT-LLM does not have this field"
+            "returns a record of the request, answer, model and settings; TensorRT-LLM does not have this "
+            "field"
         ),
     ),
     *_of(
         AdditionalModelOutput,
         name=_works("name of a tensor of the model"),
         gather_context=_works(
-            "if set, the tensor's rows for the prompt are returned, too, and no part of the prompt "
-            "is taken from the KV cache"
+            "if set, the tensor's rows for the prompt are returned, too; no part of the prompt is then taken "
+            "from the KV cache"
         ),
     ),
     *_of(
@@ -238,10 +247,10 @@ _PARTS_OF_REQUESTS = [
             "rejection sampling"
         ),
         acceptance_threshold=_works(
-            "with logits, a draft token is accepted if its target probability is at least this number times its "
-            "draft probability"
+            "has an effect only with logits: a draft token is accepted if the model's probability of it is at "
+            "least this number times the draft logits' probability of it"
         ),
-        fast_logits=_refused("draft logits are sent with the request; no draft engine sends them", False),
+        fast_logits=_refused("draft logits are sent with the request, not by a draft engine", False),
     ),
     *_of(
         LoraConfig,
@@ -260,8 +269,8 @@ _PARTS_OF_REQUESTS = [
             "float32, float16 or bfloat16; requests share KV blocks only if their tables are equal"
         ),
         input_token_extra_ids=_works(
-            "keeps the KV blocks of different tables apart; not needed, because KV blocks depend on the tables "
-            "anyway"
+            "keeps the KV blocks of different tables apart; not needed, because requests with different "
+            "tables never share KV blocks"
         ),
     ),
     *_of(
@@ -269,9 +278,9 @@ _PARTS_OF_REQUESTS = [
         token_range_retention_configs=_works(
             "ranges of the prompt's tokens, with a priority for the blocks of each range"
         ),
-        decode_retention_priority=_works("priority of blocks of generated tokens"),
+        decode_retention_priority=_works("priority of the blocks of generated tokens"),
         decode_duration_ms=_works(
-            "duration of decode_retention_priority; it begins when no sequence uses the block any more"
+            "how long a block keeps decode_retention_priority after the last sequence has stopped using it"
         ),
         transfer_mode=_refused(
             "requests cannot choose which blocks are saved in files", KvCacheTransferMode.DRAM
@@ -285,21 +294,24 @@ _PARTS_OF_REQUESTS = [
 
 _CONFIGURATION = _of(
     ExecutorConfig,
-    max_beam_width=_works("requests that run at the same time may have different beam widths"),
+    max_beam_width=_works(
+        "maximum beam width of a request; requests that run at the same time may have different beam widths"
+    ),
     scheduler_config=_works("see SchedulerConfig"),
     kv_cache_config=_works("see KvCacheConfig"),
-    enable_chunked_context=_works("without it, a prompt may have at most max_num_tokens tokens"),
+    enable_chunked_context=_works("if it is not set, a prompt may have at most max_num_tokens tokens"),
     normalize_log_probs=_works(
-        "if set, log probabilities are computed after the sampling controls, except cumulative ones"
+        "if set, log probabilities are computed after the sampling controls are applied; cumulative log "
+        "probabilities are always the model's own"
     ),
     iter_stats_max_iterations=_works("number of iterations whose statistics are kept; 0 keeps none"),
     request_stats_max_iterations=_works(
-        "number of iterations whose statistics of requests are kept; 0 keeps none"
+        "number of iterations for which the statistics of requests are kept; 0 keeps none"
     ),
-    batching_type=_works("STATIC: a batch starts when all requests of the previous batch have finished"),
+    batching_type=_works("STATIC: a batch starts only when all requests of the previous batch have finished"),
     max_batch_size=_works(
-        "maximum number of sequences that run at once, counting each beam; by default 64, or "
-        "fewer if 64 do not fit"
+        "maximum number of sequences that run at once, where each beam counts as a sequence; by default 64, "
+        "or fewer if max_num_tokens, the KV cache or the TensorRT plans have room for fewer"
     ),
     max_num_tokens=_works("maximum number of tokens in an iteration; 8192 by default"),
     parallel_config=_works("see ParallelConfig"),
@@ -309,7 +321,8 @@ _CONFIGURATION = _of(
     use_gpu_direct_storage=_ignored("weights are read into host memory first"),
     gpu_weights_percent=_refused("all weights are kept on the device", 1.0),
     max_queue_size=_works(
-        "maximum number of waiting sequences; enqueue_request refuses requests beyond it; None and 0: no limit"
+        "maximum number of waiting sequences; enqueue_request refuses requests that would exceed it; None "
+        "and 0: no limit"
     ),
     extended_runtime_perf_knob_config=_works("see ExtendedRuntimePerfKnobConfig"),
     debug_config=_works("see DebugConfig"),
@@ -319,11 +332,11 @@ _CONFIGURATION = _of(
     guided_decoding_config=_works("see GuidedDecodingConfig"),
     additional_model_outputs=_works("names of the tensors that requests may ask for"),
     cache_transceiver_config=_works("see CacheTransceiverConfig"),
-    gather_generation_logits=_ignored("requests may ask for generation logits in any case"),
+    gather_generation_logits=_ignored("requests may ask for generation logits whether it is set or not"),
     mm_embedding_offloading=_ignored(_NO_IMAGES),
     enable_trt_overlap=_ignored("iterations overlap wherever the results stay the same"),
     fail_fast_on_attention_window_too_large=_ignored(
-        "an attention window needs no memory of its own in the KV cache, so none is too large"
+        "an attention window needs no memory of its own in the KV cache, so no window is too large"
     ),
 )
 
@@ -355,13 +368,13 @@ _PARTS_OF_CONFIGURATION = [
         ),
         onboard_blocks=_works("if False, saved blocks are never loaded again"),
         cross_kv_cache_fraction=_refused(_NO_ENCODER),
-        secondary_offload_min_priority=_works("lowest priority with which a block is saved; 30 by default"),
+        secondary_offload_min_priority=_works("lowest priority of the blocks that are saved; 30 by default"),
         event_buffer_max_size=_works(
-            "maximum number of events that are kept; with 0 there is no event manager"
+            "maximum number of KV cache events that are kept; if it is 0, there is no event manager"
         ),
         enable_partial_reuse=_ignored(_ALWAYS_COPIED),
         copy_on_partial_reuse=_ignored(_ALWAYS_COPIED),
-        use_uvm=_refused("the KV cache is in the device's own memory only"),
+        use_uvm=_refused("the KV cache is only in the device's own memory"),
         attention_dp_events_gather_period_ms=_ignored(
             "there is only one KV cache, so no events have to be gathered"
         ),
@@ -383,7 +396,7 @@ _PARTS_OF_CONFIGURATION = [
     *_of(
         OrchestratorConfig,
         is_orchestrator=_refused("the process that makes the Executor is always the orchestrator"),
-        worker_executable_path=_ignored("ranks run this package and not the program at this path"),
+        worker_executable_path=_ignored("ranks run this package, not the program at this path"),
         orch_leader_comm=_refused("the orchestrator communicates with its ranks over a socket of its own"),
         spawn_processes=_refused(
             "an orchestrator always starts its ranks; for ranks started by mpirun, use LEADER"
@@ -398,7 +411,8 @@ _PARTS_OF_CONFIGURATION = [
         num_put_workers=_ignored("an adapter is stored as soon as its request arrives"),
         num_ensure_workers=_ignored("the first iteration that needs an adapter copies it to the device"),
         num_copy_streams=_ignored(
-            "there are no separate copy streams; adapters are copied in order with the device's other work"
+            "there are no separate streams for copies; the device copies adapters in order with its other "
+            "work"
         ),
         max_pages_per_block_host=_ignored("on the host an adapter is kept in one piece"),
         max_pages_per_block_device=_ignored(
@@ -410,8 +424,8 @@ _PARTS_OF_CONFIGURATION = [
         ),
         host_cache_size=_works("size in bytes of the cache in host memory; 1 GiB by default"),
         lora_prefetch_dir=_works(
-            "folder with a subfolder for each adapter, named by its task id; adapters are read at the start, and "
-            "when a request needs them"
+            "folder with a subfolder for each adapter; the subfolder's name is the adapter's task id; "
+            "adapters are read at the start, and an evicted adapter is read again when a request needs it"
         ),
     ),
     *_of(
@@ -433,8 +447,8 @@ _PARTS_OF_CONFIGURATION = [
     *_of(
         EagleConfig,
         eagle_choices=_works(
-            "the number of nodes [0], [0, 0], [0, 0, 0] and so on is the maximum length of a draft; other nodes "
-            "have no effect, and the log says so"
+            "the nodes [0], [0, 0], [0, 0, 0] and so on form a chain, whose length is the maximum length of "
+            "a draft; other nodes have no effect, and the log says so"
         ),
         greedy_sampling=_refused(_NO_THRESHOLDS, True),
         posterior_threshold=_refused(_NO_THRESHOLDS),
@@ -451,7 +465,8 @@ _PARTS_OF_CONFIGURATION = [
             "called once in an iteration, for all requests that name `batched`; refused in orchestrator mode"
         ),
         replicate=_works(
-            "if set, every rank that has logits calls post-processors, otherwise only one of these ranks"
+            "if set, every rank that has logits calls the post-processors; otherwise, only one of these "
+            "ranks calls them"
         ),
     ),
     *_of(
@@ -469,13 +484,13 @@ _PARTS_OF_CONFIGURATION = [
         multi_block_mode=_ignored(_TENSORRT),
         enable_context_fmha_fp32_acc=_ignored(_TENSORRT),
         cuda_graph_mode=_ignored(
-            "on a GPU, iterations of up to 1,024 tokens are recorded as CUDA graphs in any case", False
+            "on a GPU, iterations of up to 1,024 tokens are always recorded as CUDA graphs", False
         ),
         cuda_graph_cache_size=_ignored("all recorded CUDA graphs are kept"),
     ),
     *_of(
         SpeculativeDecodingConfig,
-        fast_logits=_refused("draft logits are sent with the request; no draft engine sends them"),
+        fast_logits=_refused("draft logits are sent with the request, not by a draft engine"),
     ),
     *_of(
         GuidedDecodingConfig,

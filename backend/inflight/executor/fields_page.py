@@ -11,13 +11,13 @@ from inflight.executor.fields import FIELDS, FieldNote, Treatment
 
 _HEAD = """# Fields of the Executor API
 
-This page says what each field of TensorRT-LLM's [Executor API](executor.md) does in `inflight.executor`. An
-unsupported field may always have its default value, or a value that the table names after "except". With any other
-value,
+This page says what each field of TensorRT-LLM's [Executor API](executor.md) does in `inflight.executor`. Some
+fields are refused or ignored. Such a field may always have its default value, or a value that the table names
+after "except". If it has any other value:
 
-- a **refused** field raises `NotSupported` with the given reason, when the `Executor` is created or the request is
-  enqueued
-- an *ignored* field, which would change only speed or memory use, is logged once.
+- A **refused** field raises `NotSupported` with the reason in the table. A field of a configuration raises it
+  when the `Executor` is created. A field of a request raises it when the request is enqueued.
+- An *ignored* field has no effect, and is logged once. Such a field would change only speed or memory use.
 
 `scripts/write_configs` writes this page.
 """

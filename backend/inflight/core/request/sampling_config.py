@@ -150,7 +150,7 @@ class SamplingConfig:
         ),
         executor=ExecutorField(
             _at_least(0),
-            "0 by default, which keeps all tokens; but if top_p and min_p are unset too, 0 makes decoding greedy",
+            "0 by default; 0 keeps all tokens, but makes decoding greedy if top_p and min_p are unset, too",
         ),
         on_command_line=True,
         setting=Setting(_CHOICE, "The choice is among this many of the likeliest tokens.", usual="all"),
