@@ -90,8 +90,8 @@ _MODELS = ENGINE_ONLY | _FRONT_END
 _PREPROCESSING = frozenset({Role.PREPROCESSING})
 _ALL = frozenset(Role)
 _OUTPUTS = ParameterKind(
-    f"any of {OUTPUT_NAMES}, each at most once, separated by commas; :context after a name returns it for "
-    "the prompt's tokens too",
+    f"any of {OUTPUT_NAMES}, each at most once, separated by commas; a name followed by :context is also "
+    "returned for the prompt's tokens",
     parse_outputs,
     lambda value: all(isinstance(each, WantedOutput) for each in value) and are_distinct(value),
 )
@@ -169,23 +169,25 @@ class SchedulingConfig:
         # Static batching is chosen by gpt_model_type, not by this parameter.
         member(CapacityPolicy, CapacityPolicy.STATIC_BATCH),
         "when a waiting sequence starts; guaranteed_no_evict: when KV blocks for its whole length can be "
-        "reserved; max_utilization: when its prompt fits, and it may be paused later",
+        "reserved; max_utilization: when its prompt fits into the KV cache, at the risk that the sequence is "
+        "paused later",
         key="batch_scheduler_policy",
         behind="gpt_model_type",
     )
-    enable_chunked_context: bool = parameter(False, BOOLEAN, "split long prompts over iterations")
+    enable_chunked_context: bool = parameter(False, BOOLEAN, "split long prompts over several iterations")
     context_chunking_policy: ChunkingPolicy = parameter(
         ChunkingPolicy.FIRST_COME_FIRST_SERVED,
         member(ChunkingPolicy),
-        "which split prompts get the tokens of an iteration that generation does not need; "
-        "first_come_first_served: the oldest prompt gets as many as it needs, then the next oldest; "
-        "equal_progress: each prompt gets one block of tokens in turn",
+        "how the tokens of an iteration that generation does not need are divided among split prompts; "
+        "first_come_first_served: the oldest prompt gets as many tokens as it needs, then the next oldest "
+        "prompt; equal_progress: each prompt gets one block of tokens in turn",
     )
     schedule_policy: SchedulePolicy = parameter(
         SchedulePolicy.FCFS,
         member(SchedulePolicy),
-        "which of the waiting requests with the same client and priority starts first; fcfs: the oldest; lpm: the "
-        "one with the longest cached prefix, but at most 32 later requests may overtake a request",
+        "which of a client's waiting requests of the same priority starts first; fcfs: the oldest request; "
+        "lpm: the request with the longest cached prefix, but at most 32 later requests may overtake a "
+        "request",
     )
     enable_kv_cache_reuse: bool = parameter(
         True, BOOLEAN, "reuse KV blocks of earlier sequences with the same prefix (prefix caching)"
@@ -212,16 +214,17 @@ class SchedulingConfig:
     max_sequences_per_request: int = parameter(
         2048,
         integer(1),
-        "maximum number of sequences of a request: its prompts times num_return_sequences",
+        "maximum number of sequences of a request, which is the number of its prompts times "
+        "num_return_sequences",
     )
     speculative_decoding_mode: Speculation | None = parameter(
         None,
         SPECULATION,
-        "draft up to K next tokens of each sequence; prompt-lookup (K is 8 by default): from the sequence's "
-        "own tokens; suffix (8): from the sequence's own tokens and recent answers; mtp (1): by the "
-        "checkpoint's draft head, or by Gemma 4's draft head in speculative_model_dir; eagle3 (3): by the "
-        "EAGLE-3 head in speculative_model_dir; none: only requests that ask for prompt lookup get drafts; "
-        "default: none",
+        "draft up to K next tokens of each sequence; prompt-lookup (K is 8 by default): draft from the "
+        "sequence's own tokens; suffix (K is 8 by default): draft from the sequence's own tokens and recent "
+        "answers; mtp (K is 1 by default): draft with the checkpoint's draft head, or with Gemma 4's draft "
+        "head in speculative_model_dir; eagle3 (K is 3 by default): draft with the EAGLE-3 head in "
+        "speculative_model_dir; none: draft only for requests that ask for prompt lookup; default: none",
     )
     speculative_model_dir: str | None = parameter(
         None,
@@ -317,23 +320,24 @@ class EngineConfig:
     dtype: str | None = parameter(
         None,
         choice("float32", "bfloat16", "float16", "int8", "fp8"),
-        "data type of the weights and the KV cache; int8 and fp8: only weights have this type, and the rest "
-        "is bfloat16; default: the checkpoint's",
+        "data type of the weights and the KV cache; int8 and fp8: only the weights have this type, and the "
+        "rest is bfloat16; default: the checkpoint's",
         behind="tokenizer_dir",
     )
     implementation: str | None = parameter(
         None,
         choice("torch", "transformers", "tensorrt"),
-        "what computes the layers; torch: this server's own layers; transformers: the code of Hugging Face "
-        "transformers, which is slower and also runs other families; tensorrt: TensorRT engines (plans) that "
-        "scripts/build made; default: tensorrt for folders of plans, torch for families that it supports, "
-        "transformers for others",
+        "what computes the layers; torch: this server's own code; transformers: the code of Hugging Face "
+        "transformers, which is slower, but also runs other model families; tensorrt: TensorRT engines "
+        "(plans) that scripts/build wrote; default: tensorrt for a folder of plans, torch for the model "
+        "families that torch supports, transformers for other families",
         key="engine",
     )
     engine_dir: str | None = parameter(
         None,
         TEXT,
-        "folder of plans that scripts/build wrote; gpt_model_path may also be such a folder",
+        "folder of TensorRT engines (plans) that scripts/build wrote; gpt_model_path may also be such a "
+        "folder",
         key="tensorrt_engine_dir",
     )
     kernels: str | None = parameter(
@@ -345,8 +349,8 @@ class EngineConfig:
     weights: str = parameter(
         "memory",
         choice("memory", MMAP),
-        "load the weights into memory, or map them from a file; mmap: compiled layers map their packed weights "
-        "from a file in the user's cache, which the first load writes",
+        "load the weights into memory, or map them from a file; mmap: compiled layers map their packed "
+        "weights from a file that the first load writes to the user's cache",
     )
     cuda_graph_mode: bool = parameter(
         True, BOOLEAN, "on a GPU, run iterations of up to 1,024 rows as CUDA graphs"
@@ -360,39 +364,40 @@ class EngineConfig:
     max_attention_window_size: tuple[int, ...] = parameter(
         (),
         WINDOWS,
-        "how many of the latest tokens a layer attends to; a list of numbers is repeated over the layers; "
-        "default: all tokens",
+        "number of the latest tokens to which a layer attends; if there are several numbers, the layers use "
+        "them in turn; default: all tokens",
     )
     sink_token_length: int = parameter(
         0,
         integer(0),
-        "number of tokens at the beginning of a sequence that every attention window keeps (attention sinks); "
-        "they count towards the window's size",
+        "number of tokens at the beginning of a sequence that every attention window keeps (attention "
+        "sinks); these tokens count towards the window's size",
     )
-    tokens_per_block: int = parameter(32, integer(1), "tokens per KV cache block")
+    tokens_per_block: int = parameter(32, integer(1), "number of tokens in a KV cache block")
     kv_cache_dtype: str = parameter(
         "auto",
         choice("auto", INT8, FP8),
         "data type of stored keys and values; int8 and fp8 (e4m3): quantized, which takes about half of the "
-        "memory of 16 bits; auto: not quantized",
+        "memory of 16-bit keys and values; auto: not quantized",
     )
     max_tokens_in_paged_kv_cache: int | None = parameter(
         None,
         integer(1),
-        "maximum size of the KV cache in tokens; default: as many as kv_cache_free_gpu_mem_fraction or "
-        "kv_cache_free_cpu_mem_fraction allows, on a CPU at most twice max_batch_size times "
-        "max_sequence_length",
+        "maximum size of the KV cache in tokens; default: as many tokens as kv_cache_free_gpu_mem_fraction "
+        "or kv_cache_free_cpu_mem_fraction allows, but on a CPU at most twice the product of max_batch_size "
+        "and max_sequence_length",
     )
     kv_cache_host_memory_bytes: int = parameter(
         0,
         integer(0),
-        "size of the host memory for KV blocks that do not fit into the GPU's cache; on a CPU this memory is "
-        "added to the cache",
+        "size of the host memory for KV blocks that do not fit into the GPU's KV cache; on a CPU, this "
+        "memory is added to the KV cache",
     )
     recurrent_state_snapshots: int | None = parameter(
         None,
         integer(0),
-        "number of copies (snapshots) of recurrent states for prefix reuse; default: twice max_batch_size",
+        "number of copies (snapshots) of recurrent states that are kept for prefix reuse; default: twice "
+        "max_batch_size",
     )
     kv_cache_free_gpu_mem_fraction: float = parameter(
         0.9,
@@ -408,7 +413,7 @@ class EngineConfig:
     lora_cache_optimal_adapter_size: int = parameter(
         8,
         integer(1),
-        "size of a page of the device memory for adapters, as the LoRA rank that fits into it",
+        "size of a page of the device memory for adapters, given as the LoRA rank that fits into a page",
         behind="guided_decoding_max_guide_bytes",
     )
     lora_cache_max_adapter_size: int = parameter(64, integer(1), "highest rank of a LoRA adapter")
@@ -524,8 +529,8 @@ class Parameters:
     exclude_input_in_output: bool | None = parameter(
         None,
         BOOLEAN,
-        "leave the prompt out of the output unless a request says otherwise; default: false for "
-        "tensorrt_llm, and tensorrt_llm's value for the other models",
+        "leave the prompt out of the output, unless a request says otherwise; default: false for "
+        "tensorrt_llm, and the value of tensorrt_llm for the other models",
         _MODELS,
     )
     ignored_request_parameters: tuple[str, ...] = parameter(
@@ -535,18 +540,19 @@ class Parameters:
         _ALL,
     )
     default_end_ids: tuple[int, ...] = parameter(
-        (), TOKEN_IDS, "end token ids for requests that have token ids but no end_id"
+        (), TOKEN_IDS, "end token ids for requests that send token ids, but no end_id"
     )
     receipt_key_file: str | None = parameter(
         None,
         TEXT,
-        "file whose bytes are the key that signs receipts; default: receipts are not signed",
+        "file whose bytes are the key with which the server signs receipts; default: receipts are not signed",
         behind="default_end_ids",
     )
     kv_cache_dir: str | None = parameter(
         None,
         TEXT,
-        "folder in which KV blocks are saved for reuse, also after a restart; default: none are saved",
+        "folder in which the server saves KV blocks, to reuse them even after a restart; default: no blocks "
+        "are saved",
         behind="receipt_key_file",
     )
     kv_cache_disk_bytes: int = parameter(
@@ -561,15 +567,15 @@ class Parameters:
     kv_events_config: KvEventsConfig | None = parameter(
         None,
         KV_EVENTS,
-        "publish KV cache events by ZeroMQ in vLLM's format; the value is JSON with the fields of vLLM's "
-        "--kv-events-config; default: none are published",
+        "publish KV cache events over ZeroMQ, in vLLM's format; the value is JSON with the fields of vLLM's "
+        "--kv-events-config; default: no events are published",
         behind="kv_cache_max_age_s",
     )
     otlp_traces_endpoint: str | None = parameter(
         None,
         URL,
-        "address to which OpenTelemetry spans of all requests are sent, by OTLP over HTTP; default: none are "
-        "sent",
+        "address to which the server sends OpenTelemetry spans of all requests, by OTLP over HTTP; default: "
+        "no spans are sent",
         behind="kv_events_config",
     )
     cancellation_check_period_ms: int = parameter(
@@ -592,8 +598,8 @@ class Parameters:
     max_repeated_logits_bytes: int = parameter(
         8 << 20,
         integer(0),
-        "maximum size in bytes of context_logits that every response of a stream repeats; larger ones are "
-        "only in the first response",
+        "size in bytes up to which every response of a stream repeats context_logits; if context_logits are "
+        "larger, only the first response has them",
         _MODELS,
     )
     stats_check_period_ms: int = parameter(
@@ -605,7 +611,7 @@ class Parameters:
     request_stats_max_iterations: int = parameter(
         0,
         integer(0),
-        "number of iterations whose statistics of single requests are kept until they are fetched",
+        "number of iterations for which the statistics of each request are kept until they are fetched",
     )
     enable_state_requests: bool = parameter(
         False, BOOLEAN, "let clients read what is queued, running and cached"
@@ -626,8 +632,8 @@ class Parameters:
     hang_timeout_ms: int = parameter(
         120000,
         integer(0),
-        "time limit of an iteration in milliseconds, after which the engine ends and starts again; 0: no "
-        "limit",
+        "time limit of an iteration in milliseconds; if an iteration takes longer, the engine ends and "
+        "starts again; 0: no limit",
         behind="watchdog_timeout_ms",
     )
     engine_endpoint: str | None = parameter(
@@ -640,15 +646,15 @@ class Parameters:
     moe_expert_parallel_size: int = parameter(
         1,
         integer(1),
-        "number of groups of tensor-parallel ranks, each with a part of the experts; must divide "
-        "tensor_parallel_size",
+        "number of groups of tensor-parallel ranks, each with a part of the experts; tensor_parallel_size "
+        "must be a multiple of this number",
     )
     launch_mode: str | None = parameter(
         None,
         choice("in_process", "leader", "orchestrator"),
-        "where the ranks run and what starts them; in_process: one rank, in the model's process; leader: "
-        "mpirun or srun starts tritonserver and the ranks; orchestrator: the model starts the ranks; "
-        "default: chosen automatically",
+        "where the ranks run and what starts them; in_process: there is one rank, in the model's process; "
+        "leader: mpirun or srun starts tritonserver and the ranks; orchestrator: the model's process starts "
+        "the ranks; default: chosen automatically",
     )
     mpirun_arguments: str | None = parameter(None, TEXT, "further arguments for mpirun, in a shell's syntax")
     rank_timeout_ms: int = parameter(
@@ -684,7 +690,8 @@ class Parameters:
     add_special_tokens: SpecialTokens = parameter(
         SpecialTokens.ADDED,
         SPECIAL_TOKENS,
-        "add the tokenizer's special tokens around a prompt; auto: unless the text begins with them",
+        "add the tokenizer's special tokens around a prompt; auto: add them unless the prompt begins with "
+        "them",
         _MODELS | _PREPROCESSING,
     )
     skip_special_tokens: bool = parameter(
@@ -693,7 +700,8 @@ class Parameters:
     guided_decoding_backend: str = parameter(
         "llguidance",
         choice("llguidance", "xgrammar", any_case=True),
-        "library for guided decoding; xgrammar must be installed: .venv/bin/pip install -e '.[guided-xgrammar]'",
+        "library for guided decoding; to use xgrammar, install it by .venv/bin/pip install -e "
+        "'.[guided-xgrammar]'",
     )
     guided_decoding_compile_timeout_ms: int = parameter(
         5000,
@@ -705,8 +713,9 @@ class Parameters:
     lora_cache_host_memory_bytes: int | None = parameter(
         None,
         integer(1),
-        "host memory for LoRA adapters; received weights that are not stored yet may take as much again; "
-        "default: 1 GiB, or the size of one adapter of the highest rank if that is more",
+        "size in bytes of the host memory for LoRA adapters; weights that were received but are not stored "
+        "yet may take as much memory in addition; default: 1 GiB, or the size of one adapter of the highest "
+        "rank if that is more",
     )
     lora_prefetch_dir: str | None = parameter(
         None,
@@ -718,18 +727,18 @@ class Parameters:
     lora_dir: str | None = parameter(
         None,
         TEXT,
-        "folder of PEFT folders that requests may name; they are read on first use, and may be added at any "
-        "time",
+        "folder of PEFT folders that requests may name; a PEFT folder is read when a request first names it, "
+        "and may be added at any time",
     )
     lora_adapters: tuple[tuple[str, str], ...] = parameter(
-        (), NAMED_FOLDERS, "PEFT folders, with the names that requests use for them"
+        (), NAMED_FOLDERS, "PEFT folders of adapters, with the names that requests use for the adapters"
     )
     enable_adapter_commands: bool = parameter(False, BOOLEAN, "let clients list, load and unload adapters")
     enable_sleep_mode: bool = parameter(
         False,
         BOOLEAN,
-        "let clients put the engine to sleep and wake it up; sleep frees the memory of the weights, and of the "
-        "KV cache unless the client keeps it",
+        "let clients put the engine to sleep and wake it up; a sleeping engine has no weights in memory; it "
+        "also has no KV cache, unless the client asked to keep it",
     )
     lora_weights_data_type: str = parameter(
         "TYPE_FP16",

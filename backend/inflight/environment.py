@@ -57,7 +57,7 @@ VARIABLES: Mapping[str, Variable] = {
     for each in (
         _choice(
             "INFLIGHT_ACCESS_LOG",
-            "`0`: write no [access lines](operating.md#the-log); `--no-access-log` sets it",
+            "`0`: write no [access lines](operating.md#the-log); `--no-access-log` sets this value",
             "0",
             "1",
         ),
@@ -67,13 +67,13 @@ VARIABLES: Mapping[str, Variable] = {
         ),
         Variable(
             "INFLIGHT_CONTROL_KEY",
-            "key that clients need to load and unload models and to use [other restricted "
+            "key that clients need to load and unload models, and to use [other restricted "
             "APIs](production.md#what-clients-may-do) of Triton",
         ),
         _choice(
             "INFLIGHT_CPU_TARGET",
-            "use this [target](operating.md#what-computes-the-layers) for compiled layers, not the fastest one: "
-            "`amx`, `avx512`, `avx2`, `neon-bf16`, `neon-dot`, `neon`, `generic`",
+            "[target](operating.md#what-computes-the-layers) of the compiled layers, to be used instead of "
+            "the fastest one: `amx`, `avx512`, `avx2`, `neon-bf16`, `neon-dot`, `neon` or `generic`",
             *_OF_MACHINES.get(platform.machine(), ()),
             "generic",
         ),
@@ -84,7 +84,8 @@ VARIABLES: Mapping[str, Variable] = {
         ),
         _choice(
             "INFLIGHT_CPU_PARTS",
-            "`all`: compile the code for every kind of weights and KV cache, and not only for the loaded model's",
+            "`all`: compile the code for every kind of weights and KV cache, not only for the loaded model's "
+            "kind",
             "all",
         ),
         Variable(
@@ -96,8 +97,8 @@ VARIABLES: Mapping[str, Variable] = {
         ),
         _choice(
             "INFLIGHT_PROGRESS_BAR",
-            "`1`: log the progress of a start every few seconds; on a terminal, `scripts/serve` sets the variable "
-            "and shows these lines as a bar",
+            "`1`: log the progress of the server's start every few seconds; on a terminal, `scripts/serve` "
+            "sets the variable and shows these lines as a bar",
             "0",
             "1",
         ),

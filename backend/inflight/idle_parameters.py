@@ -51,7 +51,7 @@ NO_EFFECT: tuple[ParameterSpec, ...] = (
         replace(
             choice("auto", "top_k", "top_p", "top_k_top_p", "beam_search", "eagle"), instead=OTHER_METHODS
         ),
-        "how tokens are chosen; eagle is accepted only with a draft head",
+        "how tokens are chosen; the value eagle is accepted only with a draft head",
         "the mode follows from each request's sampling parameters and from the draft head",
     ),
     _no_effect(
@@ -70,8 +70,8 @@ NO_EFFECT: tuple[ParameterSpec, ...] = (
     _no_effect(
         "max_queue_delay_microseconds",
         integer(0),
-        "how long Triton may hold requests back to batch them",
-        "a request joins the batch in flight at once",
+        "how long Triton may hold back requests to batch them",
+        "a request joins the running batch at once",
     ),
     _no_effect(
         "encoder_input_features_data_type",
@@ -83,7 +83,7 @@ NO_EFFECT: tuple[ParameterSpec, ...] = (
         "max_num_images",
         integer(0),
         "maximum number of images in a prompt",
-        "the flag --limit-mm-per-prompt limits them",
+        "the flag --limit-mm-per-prompt limits their number",
         _PREPROCESSING,
     ),
     _no_effect(
@@ -97,7 +97,7 @@ NO_EFFECT: tuple[ParameterSpec, ...] = (
         "multimodal_encoders_name",
         TEXT,
         "model that encodes images",
-        "the model itself asks the process that encodes pictures",
+        "tensorrt_llm_bls itself sends pictures to the process that encodes them",
         frozenset({Role.BLS}),
     ),
     _no_effect(
@@ -111,13 +111,15 @@ NO_EFFECT: tuple[ParameterSpec, ...] = (
 
 UNBUILT: tuple[ParameterSpec, ...] = (
     _unbuilt("multimodal_model_path", TEXT, "engine of an image model", roles=_PREPROCESSING),
-    _unbuilt("visual_model_path", TEXT, "multimodal_model_path in older versions", roles=_PREPROCESSING),
+    _unbuilt(
+        "visual_model_path", TEXT, "name of multimodal_model_path in older versions", roles=_PREPROCESSING
+    ),
     _unbuilt("encoder_model_path", TEXT, "engine of an encoder", template="encoder_engine_dir"),
     _unbuilt("cross_kv_cache_fraction", share(), "share of the KV cache for cross attention", 0.0),
-    _unbuilt("enable_trt_overlap", BOOLEAN, "overlap of two microbatches, deprecated", False),
-    _unbuilt("recv_poll_period_ms", integer(0), "interval at which the leader polls", 0),
-    _unbuilt("participant_ids", TEXT, "MPI ranks"),
-    _unbuilt("num_nodes", integer(1), "nodes of an orchestrator", 1),
+    _unbuilt("enable_trt_overlap", BOOLEAN, "overlap of two microbatches (deprecated)", False),
+    _unbuilt("recv_poll_period_ms", integer(0), "interval at which the leader polls for requests", 0),
+    _unbuilt("participant_ids", TEXT, "numbers of the MPI ranks"),
+    _unbuilt("num_nodes", integer(1), "number of nodes in orchestrator mode", 1),
     _unbuilt("speculative_decoding_fast_logits", BOOLEAN, "transfer of draft logits over MPI", False),
     _unbuilt("lookahead_window_size", integer(0), "lookahead decoding", 0, instead=FROM_EARLIER_TOKENS),
     _unbuilt("lookahead_ngram_size", integer(0), "lookahead decoding", 0, instead=FROM_EARLIER_TOKENS),
@@ -131,7 +133,7 @@ UNBUILT: tuple[ParameterSpec, ...] = (
         instead=OTHER_METHODS["medusa"],
     ),
     _unbuilt("gpu_weights_percent", share(), "fraction of the weights that is kept on the GPU", 1.0),
-    _unbuilt("enable_context_fmha_fp32_acc", BOOLEAN, "float32 sums in attention of prompts", False),
+    _unbuilt("enable_context_fmha_fp32_acc", BOOLEAN, "float32 sums in the attention of prompts", False),
     _unbuilt("cuda_graph_cache_size", integer(0), "number of CUDA graphs that are kept", 0),
     _unbuilt("xgrammar_tokenizer_info_path", TEXT, "file with xgrammar's description of the tokenizer"),
 )

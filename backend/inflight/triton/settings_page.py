@@ -33,14 +33,14 @@ FIELDS = (
         "max_batch_size",
         integer(1),
         DEFAULT_MAX_BATCH_SIZE,
-        "maximum number of sequences that run at a time, and of prompts in one request",
+        "maximum number of sequences that run at a time, and maximum number of prompts in one request",
         frozenset(Role),
     ),
     ParameterSpec(
         "decoupled_mode",
         BOOLEAN,
         True,
-        "a request may get several responses; false: it gets exactly one",
+        "a request may get several responses; false: a request gets exactly one response",
         frozenset({Role.ENGINE, Role.FRONT_END, Role.BLS}),
     ),
 )
@@ -106,8 +106,9 @@ def settings_reference() -> str:
             parts += [*_entry(specs[key]), ""]
     parts += ["## Settings without effect", ""]
     parts += [
-        "These keys are accepted so that config.pbtxt files of other servers load. A key that is not available "
-        "yet can be left out or set as the table says. Any other value is refused.",
+        "The server accepts these keys, so that it can load config.pbtxt files of other servers. A key that "
+        "is not available yet can be left out, or have the value that the table names. Any other value is "
+        "refused.",
         "",
     ]
     parts += [*_idle(spec for spec in PARAMETERS if not spec.built), ""]
