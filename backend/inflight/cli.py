@@ -18,7 +18,7 @@ COMMANDS = {
     "serve": ("inflight.serve_command", "start a server"),
     "doctor": ("inflight.doctor", "check whether this machine can run a server"),
     "batch": ("inflight.openai.batches.command", "send a file of requests to a running server"),
-    "bench": ("inflight.bench_command", "run a benchmark; without a name, list them"),
+    "bench": ("inflight.bench_command", "run a benchmark; without a name, list the benchmarks"),
     "build": ("inflight.engine.tensorrt.command", "build a TensorRT engine from a checkpoint"),
     "client": ("inflight_client", "ask a running server for text, its state or its adapters"),
     "replay": ("inflight.replay_command", "replay the scheduler's decisions from a trace, without the model"),
@@ -26,7 +26,10 @@ COMMANDS = {
         "inflight.testing.simulation.simulate",
         "simulate the scheduler and whole servers with random seeds, to find faults",
     ),
-    "verify": ("inflight.receipts.verify", "re-run a receipt's request, and compare the tokens"),
+    "verify": (
+        "inflight.receipts.verify",
+        "re-run a receipt's request, and compare the tokens with the receipt's tokens",
+    ),
     "convert-lora": (
         "inflight.adapters.convert_lora",
         "convert the LoRA adapter in a PEFT folder to TensorRT-LLM's two files",

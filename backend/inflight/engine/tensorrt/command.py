@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         "--model",
         required=True,
         metavar="DIR",
-        help="a Hugging Face checkpoint: a folder, or a name on the hub",
+        help="folder of a Hugging Face checkpoint, or its name on the hub",
     )
     add("--revision", help="branch, tag or commit, if --model is a name on the hub")
     add(
