@@ -426,8 +426,8 @@ class EngineConfig:
     normalize_log_probs: bool = parameter(
         False,
         BOOLEAN,
-        "take output_log_probs from the distribution from which tokens are sampled; false: from the model's "
-        "own distribution",
+        "take output_log_probs from the distribution from which tokens are sampled; false: take them from the "
+        "model's own distribution",
         behind="exclude_input_in_output",
     )
     engine_threads: int | None = parameter(
@@ -591,8 +591,8 @@ class Parameters:
     repeat_log_probs: bool = parameter(
         True,
         BOOLEAN,
-        "each response of a stream has output_log_probs of all tokens so far; false: only of the response's own "
-        "tokens",
+        "each response of a stream has output_log_probs of all tokens so far; false: only those of the "
+        "response's own tokens",
         _MODELS,
     )
     max_repeated_logits_bytes: int = parameter(
