@@ -426,8 +426,8 @@ class EngineConfig:
     normalize_log_probs: bool = parameter(
         False,
         BOOLEAN,
-        "take output_log_probs from the distribution from which tokens are sampled; false: take them from the "
-        "model's own distribution",
+        "take output_log_probs from the distribution from which tokens are sampled; false: take them from "
+        "the model's own distribution",
         behind="exclude_input_in_output",
     )
     engine_threads: int | None = parameter(

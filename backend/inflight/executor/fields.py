@@ -247,8 +247,8 @@ _PARTS_OF_REQUESTS = [
             "rejection sampling"
         ),
         acceptance_threshold=_works(
-            "has an effect only with logits: a draft token is accepted if the model's probability of it is at "
-            "least this number times the draft logits' probability of it"
+            "has an effect only with logits: a draft token is accepted if the model's probability of it is "
+            "at least this number times the draft logits' probability of it"
         ),
         fast_logits=_refused("draft logits are sent with the request, not by a draft engine", False),
     ),
