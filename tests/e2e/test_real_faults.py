@@ -143,6 +143,18 @@ def test_clients_that_retry_are_answered_whichever_process_is_lost(
     assert serving.process.wait(PATIENCE_S) == 0
 
 
+def test_a_stopped_tritonserver_is_started_again_without_a_request(serving: Command) -> None:
+    ready = serving.ready_line()
+    watch_log(serving)
+    clients = clients_of(ready)  # has had answers, and sends nothing yet
+    lost = process_of(serving, "tritonserver")
+    lost.send_signal(signal.SIGSTOP)
+    wait_until(lambda: not lost.is_running(), PATIENCE_S)
+    with clients:
+        clients.wait_answered()
+    assert not clients.wrong
+
+
 def test_clients_are_answered_when_the_supervisor_is_stopped_and_lost_processes_when_it_goes_on(
     serving: Command,
 ) -> None:

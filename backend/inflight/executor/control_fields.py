@@ -20,8 +20,8 @@ class SamplingControls(Typed):
             return. In this API: 1 by default, or in a beam search the number of beams.
         temperature: number by which the logits are divided; 0: greedy decoding; 1 by default. In this API:
             1 by default; 0 makes decoding greedy.
-        top_k: number of likeliest tokens to keep; 0: keep all tokens. In this API: 0 by default, which
-            keeps all tokens; but if top_p and min_p are unset too, 0 makes decoding greedy.
+        top_k: number of likeliest tokens to keep; 0: keep all tokens. In this API: 0 by default; 0 keeps
+            all tokens, but makes decoding greedy if top_p and min_p are unset, too.
         top_p: keep the likeliest tokens, in order, until their total probability reaches this number in (0,
             1]; <= 0: unset. In this API: unset by default.
         top_p_min: lower bound of top_p if top_p_decay makes it smaller; 1e-6 by default. In this API: 1e-6
