@@ -311,7 +311,7 @@ _CONFIGURATION = _of(
     batching_type=_works("STATIC: a batch starts only when all requests of the previous batch have finished"),
     max_batch_size=_works(
         "maximum number of sequences that run at once, where each beam counts as a sequence; by default 64, "
-        "or fewer if max_num_tokens, the KV cache or the TensorRT plans have room for fewer"
+        "or fewer if max_num_tokens, kv_cache_config.max_tokens or the TensorRT plans have room for fewer"
     ),
     max_num_tokens=_works("maximum number of tokens in an iteration; 8192 by default"),
     parallel_config=_works("see ParallelConfig"),
@@ -425,7 +425,7 @@ _PARTS_OF_CONFIGURATION = [
         host_cache_size=_works("size in bytes of the cache in host memory; 1 GiB by default"),
         lora_prefetch_dir=_works(
             "folder with a subfolder for each adapter; the subfolder's name is the adapter's task id; "
-            "adapters are read at the start, and an evicted adapter is read again when a request needs it"
+            "adapters are read at the start, and later when a request needs one that is not in the cache"
         ),
     ),
     *_of(
