@@ -220,8 +220,8 @@ _ADAPTERS = (
     _both(
         "lora_weights",
         "FP16",
-        "[rows, width]: each row has the matrices A and B of one layer, with B already scaled; for DoRA, it "
-        "also has the magnitudes; zeros fill it up to the width",
+        "[rows, width]: each row has the matrices A and B of one linear layer, with B already scaled; for "
+        "DoRA, it also has the magnitudes; zeros fill it up to the width",
         (-1, -1),
         other_dtypes=("FP32", "BF16"),
     ),
@@ -450,7 +450,7 @@ _CACHE = (
         "retention_token_range_priorities",
         "INT32",
         "for each range, the retention priority from 0 to 100; blocks of lower priority are evicted first; "
-        "blocks outside of the ranges have 35",
+        "new blocks outside of the ranges have 35",
         (-1,),
     ),
     _both(
