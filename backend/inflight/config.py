@@ -721,8 +721,8 @@ class Parameters:
         None,
         TEXT,
         "folder with a subfolder for each adapter; the subfolder has two .npy files, and its name is the "
-        "adapter's task id; adapters are read at the start, and an evicted adapter is read again when a request "
-        "names it",
+        "adapter's task id; adapters are read at the start, and later when a request names one that is not in "
+        "the cache",
     )
     lora_dir: str | None = parameter(
         None,

@@ -172,7 +172,8 @@ DIFFERENT: Mapping[str, str] = {
     "--attention-backend": "nothing to set: the fastest kernel whose results were checked is used",
     # adapters
     "--lora-modules": "take --lora NAME=FOLDER, once for each adapter",
-    "--max-loras": "take --set lora_cache_gpu_memory_fraction=0.05, the share of the device's memory for adapters",
+    "--max-loras": "take --set lora_cache_gpu_memory_fraction=0.05, the share for adapters of the memory "
+    "that is free after the weights are loaded",
     "--max-cpu-loras": "take --set lora_cache_host_memory_bytes=N, the memory of the host for adapters",
     # several processors and servers
     "--device": "nothing to set: GPUs are used if the machine has some, and else its processors",

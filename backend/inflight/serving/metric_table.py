@@ -221,8 +221,7 @@ GAUGES: tuple[GaugeFamily, ...] = (
                 "generation_requests",
                 "Generation Requests",
                 "sequences",
-                "sequences whose prompt was computed before, and for which the iteration generated "
-                "tokens",
+                "sequences whose prompt was computed before, and for which the iteration generated tokens",
             ),
             Gauge(
                 "micro_batch_id",
