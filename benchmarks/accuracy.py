@@ -1,4 +1,4 @@
-"""Measure how much logits with bfloat16, int8, fp8 and quantized checkpoints differ from float32 logits.
+"""Compare logits in bfloat16, int8 and fp8, and logits of quantized checkpoints, with float32 logits.
 
 Runs in this process, without a server. The text is modules of Python's standard library that were held out
 in the training of the demo model, prepared as for the training, in windows of 512 tokens. For each dtype of

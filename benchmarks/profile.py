@@ -1,4 +1,4 @@
-"""Measure an iteration's stages, speed by concurrency, and KV blocks over time; write JSON and plots.
+"""Measure the stages of iterations, the speed by concurrency and the KV blocks over time; write JSON and plots.
 
 Runs the engine in this process, with the loop, metrics and client that a server uses. Functions of the loop
 are timed to divide generation iterations into stages. The workload W runs with more and more requests in

@@ -1,4 +1,4 @@
-"""Measure how much time prompt lookup and suffix decoding save, with repetitive prompts.
+"""Measure the time that prompt lookup and suffix decoding save with repetitive prompts.
 
 Runs in this process, without a server: one request at a time through scheduler and engine, in turn without
 drafts and with both methods. Two prompts are repetitive Python code, which the demo model continues greedily.

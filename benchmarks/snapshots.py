@@ -1,4 +1,4 @@
-"""Measure how many prompt tokens conversations reuse, by the number of snapshots of recurrent states.
+"""Measure how many prompt tokens are reused in conversations, for several numbers of recurrent-state snapshots.
 
 Simulates the scheduler of a model with recurrent layers, without any device. Conversations share a few system
 prompts; a random one sends its next message, after all earlier ones, when one of the running answers ends.

@@ -1,4 +1,4 @@
-"""Measure the cost of streaming through a real server, and how far its streams lag behind.
+"""Measure the cost of streaming through a real server, and the time from a token's sampling to its arrival.
 
 Starts a tritonserver with a fake engine whose forward pass takes a fixed time, and opens N gRPC streams at
 once with perf_analyzer. Prints responses and tokens per second, processor time per response of each process,

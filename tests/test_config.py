@@ -319,7 +319,7 @@ BAD = [
     ("speculative_decoding_mode", "suffix:", "none, prompt-lookup, suffix, mtp or eagle3"),
     ("speculative_decoding_mode", "suffix:65", "none, prompt-lookup, suffix, mtp or eagle3"),
     ("speculative_decoding_mode", "mtp:65", "none, prompt-lookup, suffix, mtp or eagle3"),
-    ("eagle_choices", "{1}", "a tree that contains {0}, such as {0}, {1}, {0, 0}, with at most 64 nodes"),
+    ("eagle_choices", "{1}", "a tree that contains {0}; for example, '{0}, {1}, {0, 0}' is a tree"),
     ("eagle_choices", "{0}, {-1}", "a tree that contains {0}"),
     ("eagle_choices", "{0}, {0, 0, 0}, {0, 1}", "a tree that contains {0}"),
     ("eagle_choices", "{0}, {0}", "a tree that contains {0}"),
@@ -333,9 +333,9 @@ BAD = [
         ", ".join(f"{{{', '.join('0' * n)}}}" for n in range(1, 66)),
         "a tree that contains {0}",
     ),
-    ("lora_adapters", "/adapters/a", "names, each used once and followed by = and a folder"),
-    ("lora_adapters", "a=/x,=/y", "names, each used once and followed by = and a folder"),
-    ("lora_adapters", "a=/x,a=/y", "names, each used once and followed by = and a folder"),
+    ("lora_adapters", "/adapters/a", "pairs of a name and a folder, separated by commas"),
+    ("lora_adapters", "a=/x,=/y", "pairs of a name and a folder, separated by commas"),
+    ("lora_adapters", "a=/x,a=/y", "pairs of a name and a folder, separated by commas"),
     ("lora_weights_data_type", "FP32", "TYPE_FP16 or TYPE_BF16 or TYPE_FP32"),
 ]
 

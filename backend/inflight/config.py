@@ -90,8 +90,8 @@ _MODELS = ENGINE_ONLY | _FRONT_END
 _PREPROCESSING = frozenset({Role.PREPROCESSING})
 _ALL = frozenset(Role)
 _OUTPUTS = ParameterKind(
-    f"any of {OUTPUT_NAMES}, each at most once, separated by commas; a name followed by :context is also "
-    "returned for the prompt's tokens",
+    f"any of {OUTPUT_NAMES}, each at most once, separated by commas; with :context behind its name, a tensor is "
+    "also returned for the prompt's tokens",
     parse_outputs,
     lambda value: all(isinstance(each, WantedOutput) for each in value) and are_distinct(value),
 )
@@ -178,7 +178,7 @@ class SchedulingConfig:
     context_chunking_policy: ChunkingPolicy = parameter(
         ChunkingPolicy.FIRST_COME_FIRST_SERVED,
         member(ChunkingPolicy),
-        "how the tokens of an iteration that generation does not need are divided among split prompts; "
+        "how an iteration's tokens are divided among split prompts, once generation has got its tokens; "
         "first_come_first_served: the oldest prompt gets as many tokens as it needs, then the next oldest "
         "prompt; equal_progress: each prompt gets one block of tokens in turn",
     )
@@ -214,7 +214,7 @@ class SchedulingConfig:
     max_sequences_per_request: int = parameter(
         2048,
         integer(1),
-        "maximum number of sequences of a request, which is the number of its prompts times "
+        "maximum number of sequences of a request; the number of sequences is the number of prompts times "
         "num_return_sequences",
     )
     speculative_decoding_mode: Speculation | None = parameter(
@@ -235,8 +235,8 @@ class SchedulingConfig:
     eagle_choices: DraftTree | None = parameter(
         None,
         CHOICES,
-        "draft tree of an EAGLE-3 or MTP head, as in TensorRT-LLM; only its chain {0}, {0, 0}, {0, 0, 0} and "
-        "so on is drafted, and the chain's length sets K of speculative_decoding_mode",
+        "draft tree of an EAGLE-3 or MTP head, as in TensorRT-LLM; only one chain of its nodes is drafted: first "
+        "{0}, then {0, 0}, then {0, 0, 0} and so on; the chain's length sets K of speculative_decoding_mode",
     )
     max_num_requests: int = -1
     sequences_per_iteration: int = SEQUENCES_PER_ITERATION
@@ -343,8 +343,8 @@ class EngineConfig:
     kernels: str | None = parameter(
         None,
         choice("native", "torch"),
-        "what computes the layers if engine is torch; native: compiled layers, for CPUs; torch: torch's "
-        "operators; default: native if possible",
+        "what computes the layers if the setting engine is torch; native: compiled layers, for CPUs; torch: "
+        "torch's operators; default: native if possible",
     )
     weights: str = parameter(
         "memory",
@@ -370,8 +370,8 @@ class EngineConfig:
     sink_token_length: int = parameter(
         0,
         integer(0),
-        "number of tokens at the beginning of a sequence that every attention window keeps (attention "
-        "sinks); these tokens count towards the window's size",
+        "number of attention sinks, which are the first tokens of a sequence; every attention window keeps "
+        "these tokens, and they count towards the window's size",
     )
     tokens_per_block: int = parameter(32, integer(1), "number of tokens in a KV cache block")
     kv_cache_dtype: str = parameter(
@@ -540,7 +540,9 @@ class Parameters:
         _ALL,
     )
     default_end_ids: tuple[int, ...] = parameter(
-        (), TOKEN_IDS, "end token ids for requests that send token ids, but no end_id"
+        (),
+        TOKEN_IDS,
+        "ids of the tokens at which an output ends if the request sends token ids, but no end_id",
     )
     receipt_key_file: str | None = parameter(
         None,
@@ -561,7 +563,7 @@ class Parameters:
     kv_cache_max_age_s: int = parameter(
         7 * 24 * 3600,
         integer(1),
-        "seconds without use after which a file in kv_cache_dir is removed",
+        "a file in kv_cache_dir is removed after this many seconds without use",
         behind="kv_cache_disk_bytes",
     )
     kv_events_config: KvEventsConfig | None = parameter(
@@ -584,8 +586,8 @@ class Parameters:
     stream_interval: int = parameter(
         1,
         integer(1),
-        "number of tokens in each response of a stream, except the first and the last one; larger numbers "
-        "cost less processor time",
+        "number of tokens in each response of a stream, except in the first and the last response; larger "
+        "numbers cost less processor time",
         _MODELS,
     )
     repeat_log_probs: bool = parameter(
@@ -611,7 +613,7 @@ class Parameters:
     request_stats_max_iterations: int = parameter(
         0,
         integer(0),
-        "number of iterations for which the statistics of each request are kept until they are fetched",
+        "number of iterations whose statistics about each request are kept until they are fetched",
     )
     enable_state_requests: bool = parameter(
         False, BOOLEAN, "let clients read what is queued, running and cached"
@@ -646,8 +648,8 @@ class Parameters:
     moe_expert_parallel_size: int = parameter(
         1,
         integer(1),
-        "number of groups of tensor-parallel ranks, each with a part of the experts; tensor_parallel_size "
-        "must be a multiple of this number",
+        "number of groups of tensor-parallel ranks; each group has a part of the experts; "
+        "tensor_parallel_size must be a multiple of the number of groups",
     )
     launch_mode: str | None = parameter(
         None,
@@ -658,7 +660,7 @@ class Parameters:
     )
     mpirun_arguments: str | None = parameter(None, TEXT, "further arguments for mpirun, in a shell's syntax")
     rank_timeout_ms: int = parameter(
-        5000, integer(100), "milliseconds without a heartbeat after which a rank counts as lost"
+        5000, integer(100), "a rank counts as lost after this many milliseconds without a heartbeat"
     )
     gpu_device_ids: tuple[int, ...] = parameter(
         (), DEVICES, "GPUs to use, one for each rank of a host; default: 0, 1 and so on"

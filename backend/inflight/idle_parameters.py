@@ -118,7 +118,7 @@ UNBUILT: tuple[ParameterSpec, ...] = (
     _unbuilt("cross_kv_cache_fraction", share(), "share of the KV cache for cross attention", 0.0),
     _unbuilt("enable_trt_overlap", BOOLEAN, "overlap of two microbatches (deprecated)", False),
     _unbuilt("recv_poll_period_ms", integer(0), "interval at which the leader polls for requests", 0),
-    _unbuilt("participant_ids", TEXT, "numbers of the MPI ranks"),
+    _unbuilt("participant_ids", TEXT, "ids of the MPI ranks"),
     _unbuilt("num_nodes", integer(1), "number of nodes in orchestrator mode", 1),
     _unbuilt("speculative_decoding_fast_logits", BOOLEAN, "transfer of draft logits over MPI", False),
     _unbuilt("lookahead_window_size", integer(0), "lookahead decoding", 0, instead=FROM_EARLIER_TOKENS),

@@ -244,14 +244,15 @@ def _parse_choices(text: str) -> DraftTree:
 
 
 CHOICES = ParameterKind(
-    f"a tree that contains {{0}}, such as {{0}}, {{1}}, {{0, 0}}, with at most {MAX_DRAFT_TOKENS} nodes in its "
-    "chain {0}, {0, 0}, {0, 0, 0} and so on",
+    "a tree that contains {0}; for example, '{0}, {1}, {0, 0}' is a tree of three nodes; at most "
+    f"{MAX_DRAFT_TOKENS} nodes may consist of zeros only",
     _parse_choices,
     lambda value: value.num_tokens <= MAX_DRAFT_TOKENS,
 )
 
 FROM_EARLIER_TOKENS = (
-    "speculative_decoding_mode prompt-lookup:K or suffix:K drafts without a draft model, from earlier tokens"
+    "speculative_decoding_mode prompt-lookup:K or suffix:K lets the server draft from earlier tokens, without a "
+    "draft model"
 )
 BY_OTHER_HEADS = (
     "an EAGLE-3 head (speculative_model_dir) or the checkpoint's own head (speculative_decoding_mode mtp) drafts "
@@ -277,8 +278,8 @@ OTHER_METHODS: Mapping[str, str] = {
 """Advice for other servers' methods of drafting tokens, by their names in lower case with underscores."""
 
 SPECULATION = ParameterKind(
-    "none, prompt-lookup, suffix, mtp or eagle3; prompt-lookup:K, suffix:K, mtp:K or eagle3:K sets the maximum "
-    f"number of tokens of a draft, K from 0 to {MAX_DRAFT_TOKENS}",
+    "none, prompt-lookup, suffix, mtp or eagle3; prompt-lookup:K, suffix:K, mtp:K or eagle3:K limits a draft to K "
+    f"tokens, where K is from 0 to {MAX_DRAFT_TOKENS}",
     Speculation.parse,
     lambda value: value is None or 0 <= value.num_tokens <= MAX_DRAFT_TOKENS,
     OTHER_METHODS,
@@ -340,9 +341,9 @@ class KvEventsConfig:
 
 
 KV_EVENTS = ParameterKind(
-    "a JSON object, with any of enable_kv_cache_events (true or false), publisher (zmq or null), endpoint and "
-    "replay_endpoint (ZeroMQ addresses such as tcp://*:5557), topic (text), buffer_steps, hwm and max_queue_size "
-    "(integers >= 1)",
+    "a JSON object, with any of enable_kv_cache_events (true or false), publisher (zmq or null), endpoint (a "
+    "ZeroMQ address such as tcp://*:5557), replay_endpoint (a ZeroMQ address), topic (text), buffer_steps (an "
+    "integer >= 1), hwm (an integer >= 1) and max_queue_size (an integer >= 1)",
     KvEventsConfig.parse,
     lambda value: True,
 )
@@ -356,8 +357,8 @@ TOKEN_IDS = _integers("token ids >= 0, separated by commas", 0)
 WINDOWS = _integers("integers >= 1, separated by commas", 1)
 DEVICES = _integers("numbers >= 0, separated by commas", 0)
 NAMED_FOLDERS = ParameterKind(
-    "names, each used once and followed by = and a folder, separated by commas: "
-    "a=/folder/of/a,b=/folder/of/b",
+    "pairs of a name and a folder, separated by commas, such as a=/folder/of/a,b=/folder/of/b; each name at most "
+    "once",
     _named_folders,
     lambda value: len({name for name, _ in value}) == len(value),
 )

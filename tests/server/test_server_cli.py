@@ -44,7 +44,7 @@ def test_the_method_of_drafting_is_checked_and_passed_on(capsys: pytest.CaptureF
         cli.parse(["--speculate", "ngram"])
     said = capsys.readouterr().err
     assert "--speculate: got 'ngram', expected none, prompt-lookup, suffix, mtp or eagle3" in said
-    assert "speculative_decoding_mode prompt-lookup:K or suffix:K drafts without a draft model" in said
+    assert "prompt-lookup:K or suffix:K lets the server draft from earlier tokens" in said
 
 
 @pytest.mark.parametrize("flag", ["--kv-cache-dir", "--batch-dir"])

@@ -143,7 +143,7 @@ _REQUEST = _of(
     sampling_config=_works("copied into the request; later changes to the original have no effect"),
     output_config=_works("copied into the request; later changes to the original have no effect"),
     end_id=_works("token that ends an output and is left out of it; None or -1: no token ends the output"),
-    pad_id=_ignored("each beam is returned as a list of its own length, without padding"),
+    pad_id=_ignored("beams are returned as lists of different lengths, without padding"),
     position_ids=_refused("positions always count from 0"),
     bad_words=_works("token sequences that are never generated, not even if they begin in the prompt"),
     stop_words=_works(
@@ -162,14 +162,15 @@ _REQUEST = _of(
     ),
     lookahead_config=_refused(_NO_LOOKAHEAD),
     kv_cache_retention_config=_works(
-        "priorities of KV blocks: blocks of the lowest priority are evicted first, and among these the least "
-        "recently used ones"
+        "priorities of KV blocks: blocks of the lowest priority are evicted first; among blocks of equal "
+        "priority, the least recently used block is evicted first"
     ),
     logits_post_processor_name=_works("a name in LogitsPostProcessorConfig.processor_map, or `batched`"),
     logits_post_processor=_works("a callable for this request only; refused with several ranks"),
     encoder_input_token_ids=_refused(_NO_ENCODER),
     client_id=_works(
-        "returned in every response; among waiting requests of equal priority, clients take turns"
+        "returned in every response; if waiting requests of several clients have equal priority, the clients "
+        "take turns"
     ),
     return_all_generated_tokens=_works(
         "if set, each streamed response has all tokens so far; responses of beam searches always have all "
@@ -247,8 +248,8 @@ _PARTS_OF_REQUESTS = [
             "rejection sampling"
         ),
         acceptance_threshold=_works(
-            "has an effect only with logits: a draft token is accepted if the model's probability of it is "
-            "at least this number times the draft logits' probability of it"
+            "has an effect only with logits: a draft token is accepted if its probability in the model is at "
+            "least this number times its probability in the draft logits"
         ),
         fast_logits=_refused("draft logits are sent with the request, not by a draft engine", False),
     ),
@@ -269,8 +270,8 @@ _PARTS_OF_REQUESTS = [
             "float32, float16 or bfloat16; requests share KV blocks only if their tables are equal"
         ),
         input_token_extra_ids=_works(
-            "keeps the KV blocks of different tables apart; not needed, because requests with different "
-            "tables never share KV blocks"
+            "requests share KV blocks only if these ids are equal, too; the ids need not tell tables apart, "
+            "because requests with different tables never share KV blocks"
         ),
     ),
     *_of(
@@ -280,7 +281,7 @@ _PARTS_OF_REQUESTS = [
         ),
         decode_retention_priority=_works("priority of the blocks of generated tokens"),
         decode_duration_ms=_works(
-            "how long a block keeps decode_retention_priority after the last sequence has stopped using it"
+            "how long a block keeps decode_retention_priority after the last sequence has stopped using the block"
         ),
         transfer_mode=_refused(
             "requests cannot choose which blocks are saved in files", KvCacheTransferMode.DRAM
@@ -306,7 +307,7 @@ _CONFIGURATION = _of(
     ),
     iter_stats_max_iterations=_works("number of iterations whose statistics are kept; 0 keeps none"),
     request_stats_max_iterations=_works(
-        "number of iterations for which the statistics of requests are kept; 0 keeps none"
+        "number of iterations whose statistics about each request are kept; 0 keeps none"
     ),
     batching_type=_works("STATIC: a batch starts only when all requests of the previous batch have finished"),
     max_batch_size=_works(
@@ -332,9 +333,9 @@ _CONFIGURATION = _of(
     guided_decoding_config=_works("see GuidedDecodingConfig"),
     additional_model_outputs=_works("names of the tensors that requests may ask for"),
     cache_transceiver_config=_works("see CacheTransceiverConfig"),
-    gather_generation_logits=_ignored("requests may ask for generation logits whether it is set or not"),
+    gather_generation_logits=_ignored("requests may ask for generation logits even if this field is not set"),
     mm_embedding_offloading=_ignored(_NO_IMAGES),
-    enable_trt_overlap=_ignored("iterations overlap wherever the results stay the same"),
+    enable_trt_overlap=_ignored("iterations overlap where the overlap does not change the results"),
     fail_fast_on_attention_window_too_large=_ignored(
         "an attention window needs no memory of its own in the KV cache, so no window is too large"
     ),
@@ -386,9 +387,9 @@ _PARTS_OF_CONFIGURATION = [
         communication_mode=_works(
             "LEADER: the ranks are started by mpirun or srun; ORCHESTRATOR: this process starts them"
         ),
-        device_ids=_works("numbers of the GPUs that a host's ranks use, one for each rank"),
+        device_ids=_works("ids of the GPUs that a host's ranks use, one for each rank"),
         participant_ids=_works(
-            "numbers of all ranks, in order; in orchestrator mode, the list's length is the number of ranks"
+            "ids of all ranks, in order; in orchestrator mode, the list's length is the number of ranks"
         ),
         orchestrator_config=_works("see OrchestratorConfig"),
         num_nodes=_ignored("mpirun determines the hosts", 1),
@@ -411,8 +412,8 @@ _PARTS_OF_CONFIGURATION = [
         num_put_workers=_ignored("an adapter is stored as soon as its request arrives"),
         num_ensure_workers=_ignored("the first iteration that needs an adapter copies it to the device"),
         num_copy_streams=_ignored(
-            "there are no separate streams for copies; the device copies adapters in order with its other "
-            "work"
+            "there are no separate streams for copies; the device does copies and its other work one after the "
+            "other"
         ),
         max_pages_per_block_host=_ignored("on the host an adapter is kept in one piece"),
         max_pages_per_block_device=_ignored(
@@ -431,9 +432,9 @@ _PARTS_OF_CONFIGURATION = [
     *_of(
         DecodingConfig,
         decoding_mode=_refused(
-            "each request sets its own sampling; drafts come from an EAGLE-3 or MTP head (Eagle), from the "
-            "speculative_decoding_mode of the argument `parameters`, or with the request "
-            "(external_draft_tokens_config)",
+            "each request sets its own sampling; with the mode Eagle, an EAGLE-3 or MTP head makes drafts; other "
+            "drafts are made as speculative_decoding_mode of the argument `parameters` says, or are sent with a "
+            "request (external_draft_tokens_config)",
             *_SAMPLES,
             DecodingMode.Eagle(),
         ),
@@ -447,8 +448,8 @@ _PARTS_OF_CONFIGURATION = [
     *_of(
         EagleConfig,
         eagle_choices=_works(
-            "the nodes [0], [0, 0], [0, 0, 0] and so on form a chain, whose length is the maximum length of "
-            "a draft; other nodes have no effect, and the log says so"
+            "the nodes with only zeros (`[0]`, then `[0, 0]`, then `[0, 0, 0]` and so on) form a chain, whose "
+            "length is the maximum length of a draft; other nodes have no effect, and the log says so"
         ),
         greedy_sampling=_refused(_NO_THRESHOLDS, True),
         posterior_threshold=_refused(_NO_THRESHOLDS),
@@ -498,7 +499,8 @@ _PARTS_OF_CONFIGURATION = [
         encoded_vocab=_works("the checkpoint's vocabulary by default; refused in orchestrator mode"),
         tokenizer_str=_works("the checkpoint's tokenizer by default; refused in orchestrator mode"),
         stop_token_ids=_works(
-            "tokens of encoded_vocab that are not text; to end outputs at a token, set Request.end_id"
+            "tokens of encoded_vocab that are not text; outputs do not end at these tokens, but at "
+            "Request.end_id"
         ),
     ),
     *_of(

@@ -150,8 +150,9 @@ def _add_model_arguments(add: Callable[..., argparse.Action]) -> None:
         default="auto",
         help="what the model is used for; none: text generation; embed: /v1/embeddings; classify: "
         "/v1/classify if the checkpoint has a head for sequence classification, otherwise /v1/rerank and "
-        "/v1/score; auto: classify if the checkpoint has a head for sequence classification, embed if it has "
-        "a pooling of sentence-transformers, otherwise none (default: auto)",
+        "/v1/score; auto: the same as classify if the checkpoint has a head for sequence classification, the "
+        "same as embed if it has a pooling of sentence-transformers, and otherwise the same as none (default: "
+        "auto)",
     )
 
 
@@ -194,8 +195,8 @@ def _add_listening_arguments(add: Callable[..., argparse.Action]) -> None:
         metavar="SIZE",
         type=_size,
         default=MAX_STORED_BYTES,
-        help="maximum size of all kept responses of /v1/responses together, including their conversations, "
-        "such as 500M (default: 64M)",
+        help="maximum size, such as 500M, of all kept responses of /v1/responses together, including their "
+        "conversations (default: 64M)",
     )
     add(
         "--response-store",
@@ -237,7 +238,7 @@ def _add_batch_arguments(add: Callable[..., argparse.Action]) -> None:
         metavar="N",
         type=_count,
         default=CONCURRENCY,
-        help="maximum number of requests of batches that are in flight at a time; N should be less than "
+        help="how many requests of all batches together may be in flight at a time; N should be less than "
         "max_batch_size (default: %(default)s)",
     )
 

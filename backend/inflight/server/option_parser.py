@@ -143,8 +143,8 @@ def _add_running_options(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=300,
         metavar="SECONDS",
-        help="give up the start after this many seconds in which the server makes no progress, which means "
-        "that it logs no line, reads no file and fills no memory (default: %(default)s)",
+        help="give up the start if the server makes no progress for this many seconds, which means that it "
+        "logs no line, reads no file and fills no memory (default: %(default)s)",
     )
     add(
         "--restarts",

@@ -93,7 +93,9 @@ class SamplingConfig:
         "number of sequences to sample; in a beam search, number of best beams to return",
         example=2,
         body=BodyField(of_openai=True, is_number=False, name="n"),
-        executor=ExecutorField(_at_least(1), "1 by default, or in a beam search the number of beams"),
+        executor=ExecutorField(
+            _at_least(1), "1 by default; in a beam search, the default is the number of beams"
+        ),
     )
     temperature: float = _declare(
         1.0,
@@ -150,7 +152,8 @@ class SamplingConfig:
         ),
         executor=ExecutorField(
             _at_least(0),
-            "0 by default; 0 keeps all tokens, but makes decoding greedy if top_p and min_p are unset, too",
+            "0 by default; 0 keeps all tokens if top_p or min_p is set, and makes decoding greedy if neither is "
+            "set",
         ),
         on_command_line=True,
         setting=Setting(_CHOICE, "The choice is among this many of the likeliest tokens.", usual="all"),

@@ -70,7 +70,8 @@ def _parser() -> argparse.ArgumentParser:
         "--output",
         type=output_file,
         metavar="OUT",
-        help="file to which the answers are appended (default: FILE with the ending .output.jsonl)",
+        help="file to which the answers are appended (default: FILE, with its ending replaced by "
+        ".output.jsonl)",
     )
     add(
         "--concurrency",
@@ -84,9 +85,9 @@ def _parser() -> argparse.ArgumentParser:
         type=_number,
         default=RETRIES,
         metavar="N",
-        help="maximum number of times that a request is sent again after status 502, 503 or 504 or without "
-        "an answer, with pauses of up to 30 s; after status 429 (the queue is full), a request is sent again "
-        "without limit (default: %(default)s)",
+        help="maximum number of times that a request is sent again because its answer had status 502, 503 or "
+        "504 or because no answer came; after status 429 (the queue is full), a request is sent again without "
+        "limit; before a request is sent again, there is a pause of up to 30 s (default: %(default)s)",
     )
     add(
         "--api-key-file",
