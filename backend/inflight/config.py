@@ -600,8 +600,8 @@ class Parameters:
     max_repeated_logits_bytes: int = parameter(
         8 << 20,
         integer(0),
-        "size in bytes up to which every response of a stream repeats context_logits; if context_logits are "
-        "larger, only the first response has them",
+        "maximum size in bytes of context_logits that every response of a stream repeats; larger context_logits "
+        "are only in the first response",
         _MODELS,
     )
     stats_check_period_ms: int = parameter(
