@@ -403,9 +403,9 @@ COUNTERS: tuple[CounterFamily, ...] = (
     ),
     CounterFamily(
         "inflight_saved_kv_blocks_total",
-        "KV blocks that were saved in host memory or files (saved), saved blocks that were loaded from there "
-        "(loaded), and saved blocks that were computed again (unread), because they were lost or because "
-        "computing them was faster than loading them",
+        "KV blocks that were saved in host memory or files (saved), that were loaded from there (loaded), or "
+        "that were computed again although they had been saved (unread). A saved block is computed again if it "
+        "was lost, or if computing it is faster than loading it",
         "blocks",
         lambda metrics: {
             "saved": metrics.num_saved_blocks,
@@ -451,8 +451,8 @@ COUNTERS: tuple[CounterFamily, ...] = (
     CounterFamily(
         "inflight_kv_cache_dropped_blocks_total",
         "Saved KV blocks that were removed from host memory (host), and from files (disk). A block is "
-        "removed to make room, because of its age, because it cannot be read, because it may make the device "
-        "fail, or because there is a newer copy",
+        "removed if room is needed, if it is too old, if it cannot be read, if it may make the device fail, "
+        "or if there is a newer copy",
         "blocks",
         _by_medium(lambda tier: tier.num_dropped),
         "medium",
@@ -541,8 +541,7 @@ LEVELS: tuple[LevelFamily, ...] = (
     ),
     LevelFamily(
         "inflight_adapter_pages",
-        "Pages of device memory for LoRA adapters (all), and those of these pages that running sequences use "
-        "(used)",
+        "All pages of device memory for LoRA adapters (all), and the pages that running sequences use (used)",
         "pages",
         lambda metrics: {"all": metrics.adapters.num_pages, "used": metrics.adapters.num_used_pages},
         "use",
