@@ -37,7 +37,7 @@ TOOL_FORMATS = {
         is_list=True,
         needs_marker=False,
         separator=",",
-        models="xLAM, models whose template asks for this form",
+        models="xLAM, and models whose template asks for this form",
     ),
     "qwen3_coder": ToolFormat(
         "<tool_call>",
