@@ -130,7 +130,7 @@ CONTROLS: dict[str, tuple[str, str, str, int, str]] = {
         "len_penalty",
         "float32",
         0,
-        "exponent; a beam's score is its log probability divided by its length to this power; 0 by default",
+        "a beam's length is raised to this power, and the beam's score is its log probability divided by the result; 0 by default",
     ),
     "early_stopping": (
         "early_stopping",

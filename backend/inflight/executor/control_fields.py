@@ -46,9 +46,9 @@ class SamplingControls(Typed):
             In this API: 1 by default.
         no_repeat_ngram_size: length n of n-grams; an n-gram that the prompt or the output already has is
             not generated again; 0 or 2**30: off. In this API: off by default; 0 and 1 << 30 mean off.
-        length_penalty: exponent; a beam's score is its log probability divided by its length to this power;
-            0 by default. In this API: 0 by default.
-        early_stopping: determines when a beam search ends, once beam_width beams have finished. 1: at once;
+        length_penalty: a beam's length is raised to this power, and the beam's score is its log probability
+            divided by the result; 0 by default. In this API: 0 by default.
+        early_stopping: determines when a beam search ends after beam_width beams have finished. 1: at once;
             0: as soon as no running beam has a score among the beam_width best; other values: as soon as no
             running beam can still reach such a score. In this API: 1 by default: a beam search ends once
             enough beams have finished.

@@ -132,7 +132,8 @@ _PROMPT = (
     _both(
         "bad_words",
         "BYTES",
-        "texts to ban; the tokenizations of a text as written and with a space before it are never generated",
+        "texts to ban; two tokenizations of each text are never generated: as written, and with a space "
+        "before it",
         (-1,),
     ),
     TensorSpec(

@@ -389,7 +389,8 @@ class SamplingConfig:
         0.0,
         "FP32",
         Range("a finite number >= 0", lambda penalty: 0.0 <= penalty < math.inf),
-        "exponent; a beam's score is its log probability divided by its length to this power; 0 by default",
+        "a beam's length is raised to this power, and the beam's score is its log probability divided by the "
+        "result; 0 by default",
         tensor="len_penalty",
         example=0.5,
         text_names=("length_penalty",),
@@ -407,7 +408,7 @@ class SamplingConfig:
         0,
         "INT32",
         _at_least(0),
-        "determines when a beam search ends, once beam_width beams have finished. 1: at once; 0: as soon as "
+        "determines when a beam search ends after beam_width beams have finished. 1: at once; 0: as soon as "
         "no running beam has a score among the beam_width best; other values: as soon as no running beam can "
         "still reach such a score",
         example=2,
