@@ -437,7 +437,7 @@ _CACHE = (
     _both(
         "retention_token_range_starts",
         "INT32",
-        "ranges of the prompt whose KV blocks get a retention priority: the position of each range's first "
+        "for each range of the prompt whose KV blocks get a retention priority, the position of its first "
         "token",
         (-1,),
     ),

@@ -176,7 +176,7 @@ OUTPUTS = TensorTable(
             "BYTES",
             (1,),
             None,
-            "state of the server as JSON; only for a request with the input state",
+            "state of the server as JSON; sent only if the request has the input `state`",
             asked_by="state",
         ),
         _output(
@@ -184,7 +184,7 @@ OUTPUTS = TensorTable(
             "BYTES",
             (1,),
             None,
-            "all adapters as JSON; only for a request with the input lora_command",
+            "all adapters as JSON; sent only if the request has the input `lora_command`",
             asked_by="lora_command",
         ),
     )
