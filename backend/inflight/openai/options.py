@@ -68,7 +68,7 @@ class OpenAiOptions:
         response_store: File that keeps these responses across restarts; None: they are in memory only.
         batch_dir: Folder of the files and states of /v1/files and /v1/batches; None: these routes are refused.
         max_batch_bytes: Largest size of this folder in bytes.
-        batch_concurrency: Largest number of requests of batches that are in flight.
+        batch_concurrency: Largest number of requests in flight that come from batches.
     """
 
     host: str = "127.0.0.1"
