@@ -379,8 +379,8 @@ class SamplingConfig:
         body=BodyField(
             0,
             {"ge": 0, "le": MAX_INT32},
-            meaning="length n of n-grams. The model cannot generate an n-gram that the prompt or the answer already "
-            "has. With 0 or 2**30, there is no such rule",
+            meaning="length n of n-grams. The model cannot generate an n-gram that the prompt or the answer "
+            "already has. With 0 or 2**30, there is no such rule",
         ),
         executor=ExecutorField(_at_least(0), "off by default; 0 and 1 << 30 mean off"),
         on_command_line=True,
