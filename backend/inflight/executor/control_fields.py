@@ -17,11 +17,11 @@ class SamplingControls(Typed):
     Attributes:
         beam_width: number of beams of a beam search; 1: no beam search. In this API: 1 by default.
         num_return_sequences: number of sequences to sample; in a beam search, number of best beams to
-            return. In this API: 1 by default, or in a beam search the number of beams.
+            return. In this API: 1 by default; in a beam search, the default is the number of beams.
         temperature: number by which the logits are divided; 0: greedy decoding; 1 by default. In this API:
             1 by default; 0 makes decoding greedy.
         top_k: number of likeliest tokens to keep; 0: keep all tokens. In this API: 0 by default; 0 keeps
-            all tokens, but makes decoding greedy if top_p and min_p are unset, too.
+            all tokens if top_p or min_p is set, and makes decoding greedy if neither is set.
         top_p: keep the likeliest tokens, in order, until their total probability reaches this number in (0,
             1]; <= 0: unset. In this API: unset by default.
         top_p_min: lower bound of top_p if top_p_decay makes it smaller; 1e-6 by default. In this API: 1e-6
