@@ -52,8 +52,8 @@ class SamplingControls(Typed):
             0: as soon as no running beam has a score among the beam_width best; other values: as soon as no
             running beam can still reach such a score. In this API: 1 by default: a beam search ends once
             enough beams have finished.
-        beam_search_diversity_rate: when next tokens are ranked, this number times the index of their beam
-            is added to their scores; 0 by default. In this API: 0 by default.
+        beam_search_diversity_rate: in a beam search, this number times a beam's index is added to the
+            scores of the tokens that may continue the beam; 0 by default. In this API: 0 by default.
     """
 
     beam_width: int = of_control("beam_width", 1)

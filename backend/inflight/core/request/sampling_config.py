@@ -422,8 +422,8 @@ class SamplingConfig:
         0.0,
         "FP32",
         _within(0.0, LARGEST),
-        "when next tokens are ranked, this number times the index of their beam is added to their scores; 0 "
-        "by default",
+        "in a beam search, this number times a beam's index is added to the scores of the tokens that may "
+        "continue the beam; 0 by default",
         example=0.5,
         executor=ExecutorField(_at_least(0), "0 by default"),
     )
