@@ -463,7 +463,8 @@ _PARTS_OF_CONFIGURATION = [
             "orchestrator mode"
         ),
         processor_batched=_works(
-            "called once in an iteration, for all requests that name `batched`; refused in orchestrator mode"
+            "called once in an iteration, for all requests whose post-processor has the reserved name `batched`; "
+            "refused in orchestrator mode"
         ),
         replicate=_works(
             "if set, every rank that has logits calls the post-processors; otherwise, only one of these "
