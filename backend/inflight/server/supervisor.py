@@ -191,10 +191,11 @@ class Supervisor:
 
     def _wait_for_end(self, server: TritonServer) -> None:
         """Wait until the server ends or a signal arrives. Kill a tritonserver that stays stopped (SIGSTOP)."""
-        detector = StopDetector()
+        # The number is read once: something may remove its file later, such as a program that cleans up /tmp.
+        pid, detector = server.pid, StopDetector()
         while not self._signals.any() and not self._has_ended(server):
             self._signals.wait(until=lambda: self._has_ended(server), timeout=LOOK_S)
-            if not self._has_ended(server) and detector.look(server.pid):
+            if not self._has_ended(server) and detector.look(pid):
                 self._write_line(f"tritonserver was stopped by a signal for {LOOK_S:g} s, and is killed")
                 server.kill()
 
