@@ -16,6 +16,7 @@ from inflight.endpoint import frames
 from inflight.endpoint.client import SocketEngineClient, drain_engine
 from inflight.endpoint.server import EndpointServer
 from inflight.errors import InvalidArgument, NotStarted, StepFailed, Unavailable
+from tests.commands import eventually
 from tests.endpoint.factories import DESCRIPTION, PATIENCE_S, Batcher, Inbox, make_request, make_result
 
 # -------------------------------------------------------------------- messages
@@ -204,6 +205,8 @@ def test_a_front_end_connects_to_an_engine_that_starts_later_or_again(batcher, p
         batcher.answer(batcher.take(), 5)
         assert inbox.final().error is None
         server.close()
+        # A request that is sent before the client notices the end may be lost, and gets Unavailable.
+        assert eventually(lambda: client._connection.ended)
     assert len(set(ids)) == 2 and "no engine" not in caplog.text
     for _ in range(2):
         with pytest.raises(Unavailable, match="cannot be reached") as ended:

@@ -11,9 +11,11 @@ import pytest
 import tritonclient.grpc as grpcclient
 
 from benchmarks.measuring import perf_analyzer
+from inflight.endpoint.path import listen
 from inflight.server.errors import OptionError, ServeError
 from inflight.server.launch import ServerOptions, TritonServer, serve
 from inflight.server.ports import Ports
+from inflight.server.repository import Wanted
 from inflight.server.runtime_directory import find_processes
 from tests.commands import command, eventually, group_members, is_alive, shared_memory_of
 from tests.tiers import with_all
@@ -79,6 +81,16 @@ def test_a_server_stopped_before_it_is_ready_leaves_no_folder(counting_repositor
     assert server.wait_ready(30, interrupted=lambda: True) is False
     server.close()
     assert not server.repository.path.exists()
+
+
+def test_the_socket_of_a_killed_engine_is_removed_but_not_that_of_another_server(tmp_path: Path) -> None:
+    path = tmp_path / "engine.sock"
+    options = ServerOptions(wanted=Wanted(settings={"engine_endpoint": str(path)}))
+    with listen(str(path)):
+        TritonServer(options).close()
+        assert path.exists()
+    TritonServer(options).close()
+    assert not path.exists()
 
 
 def test_a_failed_construction_leaves_no_folder(counting_repository: Path, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def listen(path: str, option: str = "engine_endpoint") -> socket.socket:
         )
     listening = socket.socket(socket.AF_UNIX)
     try:
-        _remove_stale(path, option)
+        remove_stale(path, option)
         listening.bind(path)
         os.chmod(path, 0o600)  # before it listens, so that no client can have connected
         listening.listen()
@@ -125,7 +125,12 @@ def _peer(connected: socket.socket) -> tuple[int, int, int]:
     return _CREDENTIALS.unpack(credentials)
 
 
-def _remove_stale(path: str, option: str) -> None:
+def remove_stale(path: str, option: str = "engine_endpoint") -> None:
+    """Delete a dead server's socket file if it exists.
+
+    Raises ConfigError if a live server listens at the path, or the file is not a socket. `option` is the name of
+    the path's option, for the error.
+    """
     try:
         is_socket = stat.S_ISSOCK(os.lstat(path).st_mode)
     except FileNotFoundError:

@@ -14,7 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TextIO, TypeVar
 
-from inflight.endpoint.path import endpoint_path
+from inflight.endpoint.path import endpoint_path, remove_stale
+from inflight.errors import ConfigError
 from inflight.openai.options import OpenAiOptions
 from inflight.pictures.families import INSTALL_PICTURES, TOWER_DTYPES, has_vision_tower, missing_packages
 from inflight.pictures.options import to_arguments
@@ -368,9 +369,16 @@ class TritonServer:
                 self.kill()  # remaining stubs and ranks
         finally:
             self._reserved.close()
+            self._remove_endpoints()
             runtime_directory.remove(self._folder)
             if self._keeper:
                 self._keeper.dismiss()
+
+    def _remove_endpoints(self) -> None:
+        """Delete the socket files, at paths from `engine_endpoint`, of engines that were killed."""
+        for path in filter(None, self.repository.endpoints.values()):
+            with contextlib.suppress(ConfigError, OSError):  # another server listens there
+                remove_stale(path)
 
     def _find_installation(self) -> installation.Installation:
         found = _find(self._options.tritonserver, self._folder)
