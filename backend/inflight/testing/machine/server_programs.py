@@ -261,7 +261,7 @@ class Programs:
             (me.folder / "engine.sock").touch()
         me.loaded.add(model)
         silent_s, look_s = 0.0, rng.random() * _PARENT_LOOK_S
-        needs_parent = rng.random() < 0.5  # a stub that has nothing to send does not notice the stop
+        needs_parent = look_s < _PARENT_LOOK_S / 2  # a stub that has nothing to send does not notice the stop
         while model not in me.finalized:
             me.changed.wait(look_s)
             look_s = _PARENT_LOOK_S
