@@ -5,13 +5,13 @@ The server runs in a mount namespace of its own, where /dev/shm is a tmpfs of a 
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ import pytest
 import tritonclient.grpc as grpc
 from tritonclient.utils import InferenceServerException
 
-from .clients import TIMEOUT_S, Answer, Stream, ask, unary, wait_until
+from .clients import Answer, Stream, ask, unary, wait_until
 
 SIZE_MIB = 48  # six models use 4 MiB each from the start
 NEW_TOKENS = 900  # 10.5 MiB of logits
@@ -47,7 +47,14 @@ def permitted() -> bool:
 def server() -> Iterator[SmallServer]:
     if not permitted():
         pytest.skip("mounting a small /dev/shm needs the right to: run as root")
-    ports = ["--http-port=0", "--grpc-port=0", "--metrics-port=0", "--no-openai"]
+    ports = [
+        "--http-port=0",
+        "--grpc-port=0",
+        "--metrics-port=0",
+        "--no-openai",
+        "--set",
+        "enable_state_requests=true",
+    ]
     command = with_a_small_dev_shm(sys.executable, "-m", "inflight.server", *ports)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         lines: list[str] = []
@@ -96,25 +103,33 @@ def test_a_response_that_fits_is_sent_completely(server) -> None:
     )
 
 
-def test_a_lack_of_shared_memory_at_sending_is_an_error_for_that_client_only(server) -> None:
-    with ThreadPoolExecutor(1) as pool, Stream(server.grpc) as stream:
-        answer = pool.submit(unary, server.grpc, **request(return_generation_logits=True))
-        stream.send("tensorrt_llm", **request(streaming=True))
-        num_tokens = 0
-        while num_tokens < 20:  # by then the other request has been admitted, and takes as long as this one
-            num_tokens += len(stream.receive()[1].ids)
-        filler = server.shared_memory / "filler"
+@pytest.mark.parametrize("model", ["tensorrt_llm", "tensorrt_llm_infer"])
+def test_a_lack_of_shared_memory_at_sending_is_an_error_for_that_client_only(server, model: str) -> None:
+    """Requests of higher priority take all places of the batch until /dev/shm is full."""
+    names = [f"ahead {number}" for number in range(40)]
+    filler = server.shared_memory / "filler"
+    with Stream(server.grpc) as ahead, Stream(server.grpc) as stream:
+        for name in names:
+            ahead.send("tensorrt_llm", name, **request(100, num_return_sequences=64, streaming=True))
+        ahead.receive()
+        stream.send(model, **request(return_generation_logits=True), priority=0.0, client_id=9)
+        wait_until(lambda: 9 in [waiting["client_id"] for waiting in waiting_requests(server)])
         try:
             with pytest.raises(OSError), filler.open("wb", buffering=0) as file:
                 while file.write(bytes(1 << 20)):
                     pass
-            with pytest.raises(InferenceServerException) as caught:
-                answer.result(TIMEOUT_S)
+            for name in names:
+                ahead.send("tensorrt_llm", name, stop=True)
+            assert [answer.error for _, answer in ahead.until_all_final() if answer.error] == []
+            (error,) = [answer.error for _, answer in stream.until_all_final()]
         finally:
             filler.unlink()
-        assert caught.value.status() == "StatusCode.UNAVAILABLE"
-        assert "--shm-size" in str(caught.value)
-        assert [answer.error for _, answer in stream.until_all_final() if answer.error] == []
+    assert "--shm-size" in str(error)
+
+
+def waiting_requests(server) -> list[dict]:
+    (answer,) = ask(server.grpc, state=True)
+    return json.loads(answer.outputs["state"].item())["batcher"]["state"]["waiting"]
 
 
 def test_a_response_larger_than_shared_memory_is_refused_with_the_option_to_set(server) -> None:

@@ -219,6 +219,21 @@ def test_room_for_two_tensors_is_not_room_for_one_as_large_as_both() -> None:
         reserve(budget, with_logits(20))
 
 
+def test_each_size_that_was_sent_once_fits_again() -> None:
+    """Also one that takes less than another in all, but more for one tensor."""
+    memory = Memory(total_mib=128, free_mib=100)
+    budget = ResponseBudget(memory)
+    for sizes in ([("a", 11 << 20), ("b", 11 << 20)], sizes_with_logits(20)) * 2:
+        ticket = reserve(budget, with_logits(25))
+        with budget.sending(ticket, sizes):
+            pass
+        budget.release(ticket)
+    memory.free = 0
+    assert reserve(budget, with_logits(20))
+    with pytest.raises(Unavailable):
+        reserve(budget, with_logits(23))
+
+
 def test_a_response_is_not_sent_without_room() -> None:
     memory = Memory(total_mib=64, free_mib=40)
     budget = ResponseBudget(memory)

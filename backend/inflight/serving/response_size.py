@@ -71,7 +71,9 @@ class ResponseBudget:
         self._lock = threading.Lock()
         self._tickets = itertools.count(1)
         self._reserved: dict[int, ResponseSize] = {}  # of all requests in flight, by ticket
-        self._held = ResponseSize(())  # largest response that the pool is known to have held
+        self._held: tuple[
+            ResponseSize, ...
+        ] = ()  # responses that the pool has held, without those that fit after one
 
     def reserve(
         self,
@@ -130,8 +132,7 @@ class ResponseBudget:
                 self._check_space(size, [])
         yield
         with self._lock:
-            if size.num_bytes > self._held.num_bytes:
-                self._held = size
+            self._held = _with(self._held, size)
 
     def release(self, ticket: int) -> None:
         """Release the memory reserved for an answered request. Does nothing for 0, or for a released ticket."""
@@ -159,10 +160,17 @@ class ResponseBudget:
         """Return the pool's largest growth in bytes for these responses, which is for ascending sizes."""
         held, growth = self._held, 0
         for size in sorted(sizes, key=lambda size: size.num_bytes):
-            if not size.fits_after(held):
+            if not any(map(size.fits_after, held)):
                 growth += size.pool_growth
-                held = size
+                held = _with(held, size)
         return growth
+
+
+def _with(held: tuple[ResponseSize, ...], size: ResponseSize) -> tuple[ResponseSize, ...]:
+    """Return the responses that a pool has held after one more, without those that fit after another one."""
+    if any(map(size.fits_after, held)):
+        return held
+    return *(each for each in held if not each.fits_after(size)), size
 
 
 _LESS = (
