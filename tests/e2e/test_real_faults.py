@@ -83,16 +83,14 @@ def under_load(serving: Command) -> Iterator[tuple[dict[str, str], RetryingClien
     """Yield what a server's READY line says, and clients that have had answers already."""
     ready = serving.ready_line()
     log = watch_log(serving)
-    try:
-        with clients_of(ready) as clients:
+    with clients_of(ready) as clients:
+        try:
             clients.wait_answered()
-            try:
-                yield ready, clients
-            finally:
-                print(clients.num_answers, clients.last_error)
-    except AssertionError:
-        print("".join(line for line in log if " access] " not in line))  # pytest shows it
-        raise
+            yield ready, clients
+        except AssertionError:  # for pytest's report
+            print(clients.num_answers, clients.last_error)
+            print("".join(line for line in log if " access] " not in line))
+            raise
 
 
 def ask_v1(base: str, **body: Any) -> str:

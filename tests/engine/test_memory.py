@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,8 @@ def test_too_little_room_for_the_largest_adapter_is_an_error_if_a_fraction_is_gi
         "and there are 2.0 MiB with a lora_cache_gpu_memory_fraction of 0.1"
     )
     assert check_adapter_pages(EngineConfig(lora_cache_max_adapter_size=20), 2, 2**20) == 0
+    waking = replace(config, lora_cache_gpu_memory_fraction=1.0, max_adapter_pages=3)
+    assert check_adapter_pages(waking, 2, 2**20) == 0
 
 
 @pytest.mark.parametrize(

@@ -197,14 +197,15 @@ def choose_num_adapter_pages(config: EngineConfig, page_bytes: int, free_bytes: 
 
 
 def check_adapter_pages(config: EngineConfig, num_pages: int, page_bytes: int) -> int:
-    """Return the number of pages, or 0 if adapters are not configured and the largest adapter does not fit.
+    """Return the number of pages, or 0 if the largest adapter does not fit.
 
-    Raises ConfigError if adapters are configured and the largest adapter does not fit.
+    Raises ConfigError if the largest adapter does not fit although adapters are configured. With
+    `max_adapter_pages`, whoever set it compares the number.
     """
     fraction, needed = config.lora_cache_gpu_memory_fraction, largest_adapter_pages(config)
     if num_pages >= needed:
         return num_pages
-    if fraction:
+    if fraction and config.max_adapter_pages is None:
         raise ConfigError(
             "Not enough space allocated to device LoRA cache to hold 1 max sized LoRA: one of rank "
             f"{config.lora_cache_max_adapter_size} takes {needed * page_bytes / 2**20:.1f} MiB, and there are "
