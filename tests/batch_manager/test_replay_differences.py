@@ -161,7 +161,9 @@ def test_the_until_option_stops_after_an_iteration_and_its_outcome(trace):
         IDENTICAL,
         "3 iterations replayed, identical\n3 requests, 0 answered to the end\n",
     )
-    assert outcome(trace, until=1000)[1].startswith("5 iterations")
+    code, report = outcome(trace, until=1000)
+    assert code == IDENTICAL and report.startswith("5 iterations replayed, identical\n")
+    assert report.endswith("the trace ends before iteration 1000\n")
 
 
 def test_verbose_prints_every_iteration(trace):

@@ -213,7 +213,10 @@ def test_a_missing_content_type_is_named(fake_url: str) -> None:
     form = {"content-type": "application/x-www-form-urlencoded"}  # curl -d sends this type without -H
     answer = httpx.post(f"{fake_url}/v1/completions", content=json.dumps(ASKED), headers=form)
     error = answer.json()["error"]
-    assert answer.status_code == 400 and "Content-Type: application/json" in error["message"]
+    assert answer.status_code == 400
+    assert (
+        error["message"] == f"the header Content-Type must be application/json, got {form['content-type']!r}"
+    )
 
 
 def test_neutral_values_of_unserved_fields_are_accepted(fake_url: str) -> None:

@@ -199,6 +199,8 @@ def _replay(trace: Trace, replay: Replay, until: int | None, is_verbose: bool, r
             report.writelines(f"  {line}\n" for line in found)
             return DIFFERENT
     _summarize(trace, replay, report)
+    if until is not None and replay.iteration < until:
+        report.write(f"the trace ends before iteration {until}\n")
     return IDENTICAL
 
 

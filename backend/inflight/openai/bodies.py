@@ -120,7 +120,8 @@ def parse_body(kind: type[_Body], raw: bytes, content_type: str) -> _Body:
     if not raw:
         raise ApiError("a body is required", 400, None, "missing")
     if not _is_json(content_type):  # a browser sends JSON to another site only if that site allows it
-        raise ApiError("the body's content type is not JSON: send the header Content-Type: application/json")
+        found = repr(content_type) if content_type else "no such header"
+        raise ApiError(f"the header Content-Type must be application/json, got {found}")
     _check_counts(raw)
     try:
         return kind.model_validate(_DECODER.decode(raw))

@@ -69,14 +69,14 @@ def reserve_ports(address: str, asked: Ports) -> Generator[Ports]:
     Raises OptionError with the flag of each port that is taken.
     """
     _check_different(asked)
-    problems: list[str] = []
+    taken: dict[str, dict[str, int]] = {}  # for each reason, the ports by their flags
     with contextlib.ExitStack() as held:
 
         def claim(port: int, flag: str) -> int:
             try:
-                return _claim(held, address, port, flag)
-            except OptionError as error:
-                problems.append(str(error))
+                return _claim(held, address, port)
+            except OSError as error:
+                taken.setdefault(error.strerror or str(error), {})[flag] = port
                 return port
 
         ports = Ports(
@@ -85,9 +85,19 @@ def reserve_ports(address: str, asked: Ports) -> Generator[Ports]:
             metrics=claim(asked.metrics, "--metrics-port"),
             openai=None if asked.openai is None else claim(asked.openai, "--port"),
         )
-        if problems:
-            raise OptionError("; ".join(dict.fromkeys(problems)))
+        if taken:
+            raise OptionError("; ".join(_describe_taken(address, *each) for each in taken.items()))
         yield ports
+
+
+def _describe_taken(address: str, reason: str, ports: dict[str, int]) -> str:
+    if len(ports) == 1:
+        ((flag, port),) = ports.items()
+        named, advice = f"port {port}", f"another with {flag}"
+    else:
+        named = "ports " + ", ".join(f"{port} ({flag})" for flag, port in ports.items())
+        advice = "others"
+    return f"{named} on {address} cannot be used ({reason}): choose {advice}, 0 for any free one"
 
 
 def _check_different(asked: Ports) -> None:
@@ -107,7 +117,8 @@ def _check_different(asked: Ports) -> None:
         flags[port] = flag
 
 
-def _claim(held: contextlib.ExitStack, address: str, port: int, flag: str) -> int:
+def _claim(held: contextlib.ExitStack, address: str, port: int) -> int:
+    """Bind a socket to a port, or to a free one for 0, and return the port; raise OSError if it is taken."""
     claimed = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
     try:
         if port:
@@ -122,10 +133,7 @@ def _claim(held: contextlib.ExitStack, address: str, port: int, flag: str) -> in
             raise OptionError(
                 f"--host {address}: this machine has no such address; 0.0.0.0 listens on all that it has"
             ) from None
-        reason = error.strerror or str(error)
-        raise OptionError(
-            f"port {port} on {address} cannot be used ({reason}): choose another with {flag}, 0 for any free one"
-        ) from None
+        raise
     return int(claimed.getsockname()[1])
 
 

@@ -90,8 +90,8 @@ def read_drafting(reader: TensorReader, has_draft_model: bool) -> dict[str, Any]
     if not has_draft_model:
         raise Unsupported(
             Name("num_draft_tokens"),
-            f" is {count}, but this model has no draft model: send it to tensorrt_llm_bls, served "
-            "with the parameter tensorrt_llm_draft_model_name",
+            f" is {count}, but no draft model is set for this model: only tensorrt_llm_bls can have one, "
+            "by its parameter tensorrt_llm_draft_model_name",
         )
     return {"num_draft_tokens": count, "use_draft_logits": with_logits}
 
