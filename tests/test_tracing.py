@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -115,6 +117,25 @@ def test_a_trace_context_comes_from_triton_as_a_request_parameter() -> None:
     assert read_request_parameters(given, 0, Vocabulary.TOKENS).traceparent == TRACEPARENT
     with pytest.raises(InvalidArgument, match="request parameter traceparent is 7, expected text"):
         read_request_parameters('{"traceparent": 7}', 0, Vocabulary.TOKENS)
+
+
+def test_lost_spans_are_logged_once_by_the_engines_logger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retries are not logged."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "2")  # seconds, in which there are retries
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        tracer = Tracer(f"http://127.0.0.1:{closed.getsockname()[1]}/v1/traces")
+        logging.getLogger("inflight").addHandler(handler)
+        try:
+            tracer.record(ended(first_scheduled_ns=10))
+            tracer.close()
+        finally:
+            logging.getLogger("inflight").removeHandler(handler)
+    (record,) = [each for each in records if each.name.startswith("opentelemetry")]
+    assert "Failed to export span" in record.getMessage()
 
 
 def test_a_collector_that_is_no_url_is_refused() -> None:

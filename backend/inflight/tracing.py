@@ -9,6 +9,7 @@ thread; the SDK sends them on another.
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -58,6 +59,9 @@ class Tracer:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
+        sdk = logging.getLogger("opentelemetry")
+        sdk.parent = logging.getLogger("inflight")  # to log where the engine does
+        sdk.setLevel(logging.ERROR)  # spans that are lost, but not each retry
         name = os.environ.get("OTEL_SERVICE_NAME", "inflight")
         resource = Resource.create({SERVICE_NAME: name})  # and the attributes in OTEL_RESOURCE_ATTRIBUTES
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
