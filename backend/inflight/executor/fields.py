@@ -500,7 +500,8 @@ _PARTS_OF_CONFIGURATION = [
         encoded_vocab=_works("the checkpoint's vocabulary by default; refused in orchestrator mode"),
         tokenizer_str=_works("the checkpoint's tokenizer by default; refused in orchestrator mode"),
         stop_token_ids=_works(
-            "tokens of encoded_vocab that are not text; outputs do not end at these tokens, but at "
+            "ids of the special tokens in encoded_vocab, which a guide never takes for text; despite the "
+            "field's name, outputs do not end at these tokens, but at "
             "Request.end_id"
         ),
     ),
