@@ -306,7 +306,7 @@ def _targets() -> str:
             if dtype not in library._ELEMENTS
             else "compiled"
             if dtype in target.dtypes
-            else f"compiled for `{slower.name}`"
+            else f"compiled, with the code of `{slower.name}`"
             for dtype in ("float32", "bfloat16", "float16")
         ]
         lines.append(f"| `{target.name}` | {' | '.join(cells)} | {target.caveat} |")
