@@ -48,10 +48,10 @@ class SamplingControls(Typed):
             not generated again; 0 or 2**30: off. In this API: off by default; 0 and 1 << 30 mean off.
         length_penalty: a beam's length is raised to this power, and the beam's score is its log probability
             divided by the result; 0 by default. In this API: 0 by default.
-        early_stopping: determines when a beam search ends after beam_width beams have finished. 1: at once;
-            0: as soon as no running beam has a score among the beam_width best; other values: as soon as no
-            running beam can still reach such a score. In this API: 1 by default: a beam search ends once
-            enough beams have finished.
+        early_stopping: determines when to end a beam search in which beam_width beams have finished. 1: at
+            once; 0: as soon as no running beam has a score among the beam_width best; other values: as soon
+            as no running beam can still reach such a score. In this API: 1 by default: a beam search ends
+            once enough beams have finished.
         beam_search_diversity_rate: in a beam search, this number times a beam's index is added to the
             scores of the tokens that may continue the beam; 0 by default. In this API: 0 by default.
     """

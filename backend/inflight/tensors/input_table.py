@@ -301,7 +301,8 @@ _DRAFTS = (
     _text_only(
         "use_draft_logits",
         "BOOL",
-        "if true, accept draft tokens by rejection sampling, which uses the draft model's logits",
+        "only in tensorrt_llm_bls: if true, accept draft tokens by rejection sampling, which uses the draft "
+        "model's logits",
     ),
     _llmapi(
         "sampling_param_best_of", "INT32", "number of sequences from which the best is chosen", _values(0, 1)
@@ -322,7 +323,9 @@ _PICTURES = (
         (-1, 2),
     ),
     _both("image_url_input", "BYTES", "URLs of the pictures in text_input", (-1,)),
-    _llmapi("image_url", "BYTES", "URLs of the pictures in text_input", dims=(-1,)),
+    _llmapi(
+        "image_url", "BYTES", "the same as image_url_input, under the name of llmapi's model", dims=(-1,)
+    ),
     TensorSpec(
         "mrope_rotary_cos_sin",
         "FP32",

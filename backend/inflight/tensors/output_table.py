@@ -64,7 +64,7 @@ OUTPUTS = TensorTable(
             "BYTES",
             (-1,),
             _SO_FAR,
-            "[beams] why each beam ended: NOT_FINISHED, END_ID, LENGTH, …",
+            "[beams] why each beam ended: END_ID, LENGTH, …; NOT_FINISHED while it runs",
         ),
         _output(
             "batch_index", "INT32", (1,), _SAME, "index of the prompt in the batch; sent only for batches"

@@ -408,9 +408,9 @@ class SamplingConfig:
         0,
         "INT32",
         _at_least(0),
-        "determines when a beam search ends after beam_width beams have finished. 1: at once; 0: as soon as "
-        "no running beam has a score among the beam_width best; other values: as soon as no running beam can "
-        "still reach such a score",
+        "determines when to end a beam search in which beam_width beams have finished. 1: at once; 0: as soon "
+        "as no running beam has a score among the beam_width best; other values: as soon as no running beam "
+        "can still reach such a score",
         example=2,
         other_dtypes=("BOOL",),
         body=BodyField(is_number=False),
