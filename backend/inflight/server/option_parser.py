@@ -77,8 +77,8 @@ def _add_draft_options(parser: argparse.ArgumentParser) -> None:
         help="draft up to K next tokens of each sequence; prompt-lookup: draft from the sequence's own "
         "tokens; suffix: draft from the sequence's own tokens and recent answers; mtp: draft with the "
         "checkpoint's own draft head or the head in --draft-model; eagle3: draft with the head in "
-        "--draft-model; none: draft only for requests that ask for drafts (default: none; K is 1 for mtp, 3 "
-        "for eagle3, and 8 for the other methods)",
+        "--draft-model; none: draft only for requests that ask for prompt lookup (default: none; K is 1 for "
+        "mtp, 3 for eagle3, and 8 for the other methods)",
     )
     add(
         "--draft-model",
