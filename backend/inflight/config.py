@@ -178,9 +178,9 @@ class SchedulingConfig:
     context_chunking_policy: ChunkingPolicy = parameter(
         ChunkingPolicy.FIRST_COME_FIRST_SERVED,
         member(ChunkingPolicy),
-        "how an iteration's tokens are divided among split prompts, once generation has got its tokens; "
-        "first_come_first_served: the oldest prompt gets as many tokens as it needs, then the next oldest "
-        "prompt; equal_progress: each prompt gets one block of tokens in turn",
+        "how split prompts (enable_chunked_context) share the tokens of an iteration, after generation has "
+        "got its tokens; first_come_first_served: the oldest prompt gets as many tokens as it needs, then the "
+        "next oldest prompt; equal_progress: each prompt gets one block of tokens in turn",
     )
     schedule_policy: SchedulePolicy = parameter(
         SchedulePolicy.FCFS,
@@ -195,8 +195,8 @@ class SchedulingConfig:
     kv_cache_onboard_blocks: bool = parameter(
         True,
         BOOLEAN,
-        "copy saved KV blocks back into the cache when prompts need them; false: save blocks, but never copy "
-        "them back",
+        "copy saved KV blocks from host memory or files back into the cache when prompts need them; "
+        "false: save blocks, but never copy them back",
     )
     secondary_offload_min_priority: int = parameter(
         30, integer(0), "lowest retention priority of the KV blocks that are saved in host memory or files"
@@ -461,7 +461,8 @@ class EngineConfig:
     debug_tensors_max_iterations: int = parameter(
         0,
         integer(0),
-        "number of iterations whose debug tensors are kept in memory; 0: the tensors are written to files",
+        "number of the latest iterations whose debug tensors are kept in memory, instead of being written to "
+        "files; 0: the tensors are written to files",
         behind="debug_tensor_names",
     )
     debug_tensors_dir: str = parameter(
@@ -542,7 +543,7 @@ class Parameters:
     default_end_ids: tuple[int, ...] = parameter(
         (),
         TOKEN_IDS,
-        "ids of the tokens at which an output ends if the request sends token ids, but no end_id",
+        "ids of the tokens at which an output ends if the request has input_ids, but no end_id",
     )
     receipt_key_file: str | None = parameter(
         None,
@@ -634,8 +635,8 @@ class Parameters:
     hang_timeout_ms: int = parameter(
         120000,
         integer(0),
-        "time limit of an iteration in milliseconds; if an iteration takes longer, the engine ends and "
-        "starts again; 0: no limit",
+        "time limit of an iteration in milliseconds; if an iteration takes longer, requests in flight fail, "
+        "and the engine ends; scripts/serve starts it again, except with --no-triton; 0: no limit",
         behind="watchdog_timeout_ms",
     )
     engine_endpoint: str | None = parameter(
@@ -715,9 +716,9 @@ class Parameters:
     lora_cache_host_memory_bytes: int | None = parameter(
         None,
         integer(1),
-        "size in bytes of the host memory for LoRA adapters; weights that were received but are not stored "
-        "yet may take as much memory in addition; default: 1 GiB, or the size of one adapter of the highest "
-        "rank if that is more",
+        "size in bytes of the host memory for LoRA adapters; weights that requests sent, and that wait to be "
+        "stored there, may take as much memory in addition; default: 1 GiB, or the size of one adapter of "
+        "the highest rank if that is more",
     )
     lora_prefetch_dir: str | None = parameter(
         None,
