@@ -263,7 +263,7 @@ GAUGES: tuple[GaugeFamily, ...] = (
     ),
     GaugeFamily(
         "nv_trt_llm_general_metrics",
-        "Time and iteration at which the values in the log line were taken",
+        "Time and iteration at which the values of the gauges were taken",
         "general_type",
         (
             Gauge("timestamp", TIMESTAMP, "µs", "this time, counted from the Unix epoch"),
@@ -451,8 +451,8 @@ COUNTERS: tuple[CounterFamily, ...] = (
     CounterFamily(
         "inflight_kv_cache_dropped_blocks_total",
         "Saved KV blocks that were removed from host memory (host), and from files (disk). A block is "
-        "removed if room is needed, if it is too old, if it cannot be read, if it may make the device fail, "
-        "or if there is a newer copy",
+        "removed if room is needed, if it is too old, if it cannot be read, if its content may make the "
+        "device fail, or if there is a newer copy",
         "blocks",
         _by_medium(lambda tier: tier.num_dropped),
         "medium",
