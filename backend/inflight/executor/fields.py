@@ -256,7 +256,8 @@ _PARTS_OF_REQUESTS = [
     *_of(
         LoraConfig,
         task_id=_works(
-            "weights that are sent with a known id are ignored, so a new version of an adapter needs a new id"
+            "the adapter's id; weights that are sent with the id of a stored adapter are ignored, so a new "
+            "version of an adapter needs a new id"
         ),
         weights=_works("float32, float16 or bfloat16, whatever the model's dtype is"),
         config=_works(
@@ -270,8 +271,8 @@ _PARTS_OF_REQUESTS = [
             "float32, float16 or bfloat16; requests share KV blocks only if their tables are equal"
         ),
         input_token_extra_ids=_works(
-            "requests share KV blocks only if these ids are equal, too; the ids need not tell tables apart, "
-            "because requests with different tables never share KV blocks"
+            "requests share KV blocks only if these ids are equal, in addition to the tables; different tables may "
+            "have the same ids, because requests with different tables never share KV blocks"
         ),
     ),
     *_of(
@@ -486,7 +487,9 @@ _PARTS_OF_CONFIGURATION = [
         multi_block_mode=_ignored(_TENSORRT),
         enable_context_fmha_fp32_acc=_ignored(_TENSORRT),
         cuda_graph_mode=_ignored(
-            "on a GPU, iterations of up to 1,024 tokens are always recorded as CUDA graphs", False
+            "on a GPU, iterations of up to 1,024 tokens run as CUDA graphs even if this field is False; "
+            "EngineConfig.cuda_graph_mode of the argument `parameters` turns this off",
+            False,
         ),
         cuda_graph_cache_size=_ignored("all recorded CUDA graphs are kept"),
     ),
