@@ -271,8 +271,8 @@ _PARTS_OF_REQUESTS = [
             "float32, float16 or bfloat16; requests share KV blocks only if their tables are equal"
         ),
         input_token_extra_ids=_works(
-            "requests share KV blocks only if these ids are equal, in addition to the tables; different tables may "
-            "have the same ids, because requests with different tables never share KV blocks"
+            "requests share KV blocks only if these ids are equal, in addition to the tables; different tables "
+            "may have the same ids, because requests with different tables never share KV blocks"
         ),
     ),
     *_of(
