@@ -150,7 +150,7 @@ GAUGES: tuple[GaugeFamily, ...] = (
         "request_type",
         (
             Gauge("active", "Active Request Count", "requests", "accepted requests without a final response"),
-            Gauge("max", "Max Request Count", "requests", "limit on the number of running requests"),
+            Gauge("max", "Max Request Count", "sequences", "limit on the number of running sequences"),
             Gauge(
                 "scheduled",
                 "Scheduled Requests",
