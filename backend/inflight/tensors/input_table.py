@@ -242,7 +242,7 @@ _ADAPTERS = (
         "lora_path",
         "BYTES",
         "path of the LoRA adapter's folder, which must be below lora_dir; with lora_path, the inputs "
-        "lora_name and lora_task_id are only labels",
+        "lora_name and lora_task_id have no effect",
     ),
     _llmapi("lora_ckpt_source", "BYTES", "format of the folder lora_path; hf means PEFT's format"),
     _both(
@@ -440,8 +440,7 @@ _CACHE = (
     _both(
         "retention_token_range_starts",
         "INT32",
-        "for each range of the prompt whose KV blocks get a retention priority, the position of its first "
-        "token",
+        "for each range of prompt tokens that gets a retention priority, the position of its first token",
         (-1,),
     ),
     _both(
