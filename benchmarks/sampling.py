@@ -1,4 +1,4 @@
-"""Compare the time of each sampling feature with the time of argmax, and of softmax plus multinomial.
+"""Compare the time of each sampling feature with the times of argmax and of softmax followed by multinomial.
 
 All rows use the measured feature. Logits are distributed like a language model's: probabilities fall with
 the rank, and some dozens of tokens together have a probability of 90 %. With `--flat` logits are normally

@@ -84,8 +84,8 @@ def _add_draft_options(parser: argparse.ArgumentParser) -> None:
         "--draft-model",
         metavar="DIR",
         type=Path,
-        help="folder of the head that drafts tokens: an EAGLE-3 head, which implies --speculate eagle3, or Gemma "
-        "4's draft head, which implies --speculate mtp:3",
+        help="folder of a head that drafts tokens, not of a whole model: an EAGLE-3 head, which implies "
+        "--speculate eagle3, or Gemma 4's draft head, which implies --speculate mtp:3",
     )
 
 
@@ -163,8 +163,9 @@ def _add_running_options(parser: argparse.ArgumentParser) -> None:
         "--model-control",
         choices=("none", "explicit"),
         default="none",
-        help="explicit: clients can unload and load models if their requests have the key of "
-        f"{CONTROL_KEY_VARIABLE} in the header {CONTROL_KEY_HEADER} (default: %(default)s)",
+        help="explicit: clients can unload and load models by requests with a key in the header "
+        f"{CONTROL_KEY_HEADER}; the server's environment variable {CONTROL_KEY_VARIABLE} sets the key "
+        "(default: %(default)s)",
     )
 
 
@@ -221,7 +222,13 @@ def _add_program_options(parser: argparse.ArgumentParser) -> None:
         help="start no server, but write the model repository to this new folder, for a tritonserver that "
         "another program starts",
     )
-    add("--tritonserver", type=Path, metavar="PATH", help="start this tritonserver, with its own backends")
+    add(
+        "--tritonserver",
+        type=Path,
+        metavar="PATH",
+        help="start this tritonserver, with the backends of its installation, in place of the tritonserver in "
+        "nvidia-pytriton",
+    )
     add(
         "--engine",
         choices=("torch", "transformers", "tensorrt"),
@@ -245,20 +252,20 @@ def _add_rank_options(parser: argparse.ArgumentParser) -> None:
         "--tp",
         type=positive,
         metavar="N",
-        help="number of tensor-parallel ranks (default: the number in the model repository, or 1)",
+        help="number of tensor-parallel ranks (default: the number in the engine's config.pbtxt, or 1)",
     )
     add(
         "--pp",
         type=positive,
         metavar="M",
-        help="number of pipeline-parallel ranks (default: the number in the model repository, or 1)",
+        help="number of pipeline-parallel ranks (default: the number in the engine's config.pbtxt, or 1)",
     )
     add(
         "--ep",
         type=positive,
         metavar="N",
         help="number of groups of tensor-parallel ranks; each group has a part of the experts; 1: every rank has "
-        "a slice of every expert (default: the number in the model repository, or 1)",
+        "a slice of every expert (default: the number in the engine's config.pbtxt, or 1)",
     )
     add(
         "--mode",
