@@ -179,7 +179,9 @@ def _parse(arguments: Seq[str] | None) -> argparse.Namespace:
     _add_chat(commands.add_parser("chat", help="send lines as messages of a chat, and print the answers"))
     _add_convert_lora(commands)
     _add_adapters(
-        commands.add_parser("adapters", help="load or unload a LoRA adapter, if asked, and print all adapters, as JSON")
+        commands.add_parser(
+            "adapters", help="load or unload a LoRA adapter, if asked, and print all adapters, as JSON"
+        )
     )
     options = parser.parse_args(arguments)
     if options.run is _adapters and options.path is not None and options.load is None:
