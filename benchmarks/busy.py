@@ -1,4 +1,4 @@
-"""Measure the engine's tokens/s with and without busy processes on its cores, for several thread spin times.
+"""Measure the engine's tokens/s with and without busy processes on its cores, for several spin times of threads.
 
 Runs the engine in this process, like `offline`, on cores that it shares with busy loops. The threads of
 compiled layers spin for some time at a barrier before they sleep; rounds alternate between different times.
