@@ -358,7 +358,7 @@ class SamplingConfig:
             0,
             {"ge": 0, "le": MAX_INT32},
             meaning="minimum number of tokens to generate. Before this number is reached, end ids are banned, and "
-            "a stop string in the output does not end it. In a beam search, the minimum applies to every beam",
+            "a stop string does not end the output. In a beam search, the minimum applies to every beam",
             name="min_tokens",
         ),
         executor=ExecutorField(_at_least(0), "1 by default", name="min_tokens", aliases=("min_length",)),
