@@ -201,7 +201,7 @@ GAUGES: tuple[GaugeFamily, ...] = (
                 "reused",
                 "Reused KV cache blocks",
                 "blocks",
-                "blocks that were found in the cache since the start",
+                "blocks that requests have found in the cache since the start",
             ),
             Gauge("fraction", "Fraction used KV cache blocks", "0 to 1", "used blocks divided by all blocks"),
         ),
@@ -277,14 +277,14 @@ GAUGES: tuple[GaugeFamily, ...] = (
 LENGTHS: tuple[LengthFamily, ...] = (
     LengthFamily(
         "nv_llm_input_token_len",
-        "Prompt tokens of requests that have ended without an error",
+        "Number of prompt tokens of each request that has ended without an error",
         "tokens",
         "prompt_tokens",
         "total_input_tokens",
     ),
     LengthFamily(
         "nv_llm_output_token_len",
-        "Generated tokens of sequences that have ended",
+        "Number of generated tokens of each sequence that has ended",
         "tokens",
         "output_tokens",
         "total_output_tokens",
@@ -318,14 +318,14 @@ HISTOGRAMS: tuple[HistogramFamily, ...] = (
     ),
     HistogramFamily(
         "inflight_prompt_tokens",
-        "Prompt tokens of requests that have ended without an error",
+        "Number of prompt tokens of each request that has ended without an error",
         "tokens",
         "prompt_tokens",
     ),
     HistogramFamily(
         "inflight_output_tokens",
-        "Generated tokens of sequences that have ended. For a beam search, the number of its steps is "
-        "counted",
+        "Number of generated tokens of each sequence that has ended. For a beam search, the number of its "
+        "steps",
         "tokens",
         "output_tokens",
     ),
@@ -451,8 +451,8 @@ COUNTERS: tuple[CounterFamily, ...] = (
     CounterFamily(
         "inflight_kv_cache_dropped_blocks_total",
         "Saved KV blocks that were removed from host memory (host), and from files (disk). A block is "
-        "removed if room is needed, if it is too old, if it cannot be read, if its content may make the "
-        "device fail, or if there is a newer copy",
+        "removed if room is needed, if it is too old, if it cannot be read, if it may be the cause of a failed "
+        "request, or if there is a newer copy",
         "blocks",
         _by_medium(lambda tier: tier.num_dropped),
         "medium",
@@ -533,7 +533,8 @@ LEVELS: tuple[LevelFamily, ...] = (
     ),
     LevelFamily(
         "inflight_adapters",
-        "LoRA adapters that requests may use (stored), and adapters that are on the device (on_device)",
+        "LoRA adapters in host memory, which requests may use (stored), and adapters that are on the device "
+        "(on_device)",
         "adapters",
         lambda metrics: {"stored": metrics.adapters.num_stored, "on_device": metrics.adapters.num_resident},
         "place",
