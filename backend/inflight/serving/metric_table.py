@@ -417,7 +417,8 @@ COUNTERS: tuple[CounterFamily, ...] = (
     ),
     CounterFamily(
         "inflight_kv_cache_offload_blocks_total",
-        "Saved KV blocks that were written to host memory (host), and to files (disk)",
+        "KV blocks that were written to host memory (host), and to files (disk). A block that was written to both "
+        "is counted in both",
         "blocks",
         _by_medium(lambda tier: tier.num_saved),
         "medium",
@@ -425,7 +426,7 @@ COUNTERS: tuple[CounterFamily, ...] = (
     ),
     CounterFamily(
         "inflight_kv_cache_offload_bytes_total",
-        "Bytes of saved KV blocks that were written to host memory (host), and to files (disk)",
+        "Bytes of KV blocks that were written to host memory (host), and to files (disk)",
         "bytes",
         _by_medium(lambda tier: tier.saved_bytes),
         "medium",
@@ -524,8 +525,8 @@ LEVELS: tuple[LevelFamily, ...] = (
     ),
     LevelFamily(
         "inflight_kv_cache_tier_max_bytes",
-        "Maximum size of all saved KV blocks together, in host memory (host) and in files (disk). 0 means "
-        "that no blocks are saved in this medium",
+        "Limit on the total size of the saved KV blocks in host memory (host), and of those in files (disk). 0 "
+        "means that no blocks are saved in this medium",
         "bytes",
         _by_medium(lambda tier: tier.max_bytes),
         "medium",
