@@ -205,16 +205,16 @@ def test_error_of_other_types_is_bounded(zoo: Zoo, case: str, dtype: str, kernel
         """Return the mean squared error of each token, relative to the variance of all logits."""
         return (logits - exact).square().mean(1) / exact.var()
 
+    def theirs() -> torch.Tensor:
+        return errors_of(_in_type(model.oracle, dtype)(torch.tensor([row.tokens])).logits[0][wanted].float())
+
     ours = errors_of(torch.stack(row.logits))
     if hasattr(model.oracle.config, "num_experts_per_tok"):
         # A token near the border between two experts may go to the other one, in transformers' model as well, and
         # then has a large error. The median leaves such tokens out.
-        theirs = errors_of(
-            _in_type(model.oracle, dtype)(torch.tensor([row.tokens])).logits[0][wanted].float()
-        )
-        assert ours.median().sqrt() < 2 * max(BOUND[dtype], theirs.median().sqrt().item())
-    else:
-        assert ours.mean().sqrt() < BOUND[dtype]
+        assert ours.median().sqrt() < 2 * max(BOUND[dtype], theirs().median().sqrt().item())
+    else:  # with int8, compiled layers round activations too
+        assert ours.mean().sqrt() < BOUND[dtype] or ours.mean().sqrt() < 1.5 * theirs().mean().sqrt()
 
 
 @pytest.mark.parametrize("case", with_all(WRITTEN, WRITTEN[::8]))
