@@ -51,6 +51,7 @@ def rested(server) -> None:
 
     The model is reloaded too if an earlier test has left it without an engine.
     """
+    assert server.returncode is None, f"tritonserver has ended: {server.log_text()[-5000:]}"
     if server.log_text().count("the engine is lost") % 3 == 2 or not Readiness(server).is_ready():
         reload(server)
 
