@@ -6,6 +6,7 @@ import json
 import logging
 import socket
 from collections.abc import Iterator
+from logging.handlers import BufferingHandler
 from typing import Any
 
 import httpx
@@ -122,9 +123,7 @@ def test_a_trace_context_comes_from_triton_as_a_request_parameter() -> None:
 def test_lost_spans_are_logged_once_by_the_engines_logger(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries are not logged."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "2")  # seconds, in which there are retries
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
+    handler = BufferingHandler(100)
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         tracer = Tracer(f"http://127.0.0.1:{closed.getsockname()[1]}/v1/traces")
@@ -134,7 +133,7 @@ def test_lost_spans_are_logged_once_by_the_engines_logger(monkeypatch: pytest.Mo
             tracer.close()
         finally:
             logging.getLogger("inflight").removeHandler(handler)
-    (record,) = [each for each in records if each.name.startswith("opentelemetry")]
+    (record,) = [each for each in handler.buffer if each.name.startswith("opentelemetry")]
     assert "Failed to export span" in record.getMessage()
 
 

@@ -461,8 +461,8 @@ class EngineConfig:
     debug_tensors_max_iterations: int = parameter(
         0,
         integer(0),
-        "number of the latest iterations whose debug tensors are kept in memory, instead of being written to "
-        "files; 0: the tensors are written to files",
+        "number of latest iterations whose debug tensors are kept in memory; 0: the tensors are written to "
+        "files",
         behind="debug_tensor_names",
     )
     debug_tensors_dir: str = parameter(

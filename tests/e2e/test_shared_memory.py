@@ -47,15 +47,9 @@ def permitted() -> bool:
 def server() -> Iterator[SmallServer]:
     if not permitted():
         pytest.skip("mounting a small /dev/shm needs the right to: run as root")
-    ports = [
-        "--http-port=0",
-        "--grpc-port=0",
-        "--metrics-port=0",
-        "--no-openai",
-        "--set",
-        "enable_state_requests=true",
-    ]
-    command = with_a_small_dev_shm(sys.executable, "-m", "inflight.server", *ports)
+    ports = ["--http-port=0", "--grpc-port=0", "--metrics-port=0", "--no-openai"]
+    options = [*ports, "--set", "enable_state_requests=true"]
+    command = with_a_small_dev_shm(sys.executable, "-m", "inflight.server", *options)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         lines: list[str] = []
         reader = threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True)

@@ -67,6 +67,14 @@ def send(budget: ResponseBudget, ticket: int, mib: int) -> None:
         pass
 
 
+def answer(budget: ResponseBudget, mib: int, sizes: list[tuple[str, int]]) -> None:
+    """Reserve memory for a request with logits of this size, and send a response of these sizes."""
+    ticket = reserve(budget, with_logits(mib))
+    with budget.sending(ticket, sizes):
+        pass
+    budget.release(ticket)
+
+
 # -------------------------------------------------------------------- sizes
 
 
@@ -196,9 +204,7 @@ def test_requests_of_equal_size_share_room() -> None:
 def test_a_size_that_was_sent_once_fits_again() -> None:
     memory = Memory(total_mib=64, free_mib=40)
     budget = ResponseBudget(memory)
-    ticket = reserve(budget, with_logits(30))
-    send(budget, ticket, 30)
-    budget.release(ticket)
+    answer(budget, 30, sizes_with_logits(30))
     memory.free = 0  # the pool does not shrink
     assert reserve(budget, with_logits(30))
     assert reserve(budget, with_logits(12))
@@ -209,10 +215,7 @@ def test_a_size_that_was_sent_once_fits_again() -> None:
 def test_room_for_two_tensors_is_not_room_for_one_as_large_as_both() -> None:
     memory = Memory(total_mib=64, free_mib=60)
     budget = ResponseBudget(memory)
-    ticket = reserve(budget, with_logits(20))
-    with budget.sending(ticket, [("a", 10 << 20), ("b", 10 << 20)]):
-        pass
-    budget.release(ticket)
+    answer(budget, 20, [("a", 10 << 20), ("b", 10 << 20)])
     memory.free = 0
     assert reserve(budget, with_logits(10))
     with pytest.raises(Unavailable):
@@ -224,10 +227,7 @@ def test_each_size_that_was_sent_once_fits_again() -> None:
     memory = Memory(total_mib=128, free_mib=100)
     budget = ResponseBudget(memory)
     for sizes in ([("a", 11 << 20), ("b", 11 << 20)], sizes_with_logits(20)) * 2:
-        ticket = reserve(budget, with_logits(25))
-        with budget.sending(ticket, sizes):
-            pass
-        budget.release(ticket)
+        answer(budget, 25, sizes)
     memory.free = 0
     assert reserve(budget, with_logits(20))
     with pytest.raises(Unavailable):

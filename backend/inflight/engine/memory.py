@@ -199,8 +199,8 @@ def choose_num_adapter_pages(config: EngineConfig, page_bytes: int, free_bytes: 
 def check_adapter_pages(config: EngineConfig, num_pages: int, page_bytes: int) -> int:
     """Return the number of pages, or 0 if the largest adapter does not fit.
 
-    Raises ConfigError if the largest adapter does not fit although adapters are configured. With
-    `max_adapter_pages`, whoever set it compares the number.
+    Raises ConfigError if the largest adapter does not fit although adapters are configured, unless
+    `max_adapter_pages` is set: an engine that wakes up compares the number with the one before.
     """
     fraction, needed = config.lora_cache_gpu_memory_fraction, largest_adapter_pages(config)
     if num_pages >= needed:

@@ -118,7 +118,10 @@ def _check_different(asked: Ports) -> None:
 
 
 def _claim(held: contextlib.ExitStack, address: str, port: int) -> int:
-    """Bind a socket to a port, or to a free one for 0, and return the port; raise OSError if it is taken."""
+    """Bind a socket to a port, or to a free one for 0, and return the port.
+
+    Raises OSError if the port is taken, OptionError if the machine does not have the address.
+    """
     claimed = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
     try:
         if port:

@@ -71,9 +71,8 @@ class ResponseBudget:
         self._lock = threading.Lock()
         self._tickets = itertools.count(1)
         self._reserved: dict[int, ResponseSize] = {}  # of all requests in flight, by ticket
-        self._held: tuple[
-            ResponseSize, ...
-        ] = ()  # responses that the pool has held, without those that fit after one
+        # Responses that the pool is known to have held, without those that fit after another of them.
+        self._held: tuple[ResponseSize, ...] = ()
 
     def reserve(
         self,
@@ -132,7 +131,8 @@ class ResponseBudget:
                 self._check_space(size, [])
         yield
         with self._lock:
-            self._held = _with(self._held, size)
+            if not size.fits_after(*self._held):
+                self._held = _add(size, self._held)
 
     def release(self, ticket: int) -> None:
         """Release the memory reserved for an answered request. Does nothing for 0, or for a released ticket."""
@@ -160,16 +160,14 @@ class ResponseBudget:
         """Return the pool's largest growth in bytes for these responses, which is for ascending sizes."""
         held, growth = self._held, 0
         for size in sorted(sizes, key=lambda size: size.num_bytes):
-            if not any(map(size.fits_after, held)):
+            if not size.fits_after(*held):
                 growth += size.pool_growth
-                held = _with(held, size)
+                held = _add(size, held)
         return growth
 
 
-def _with(held: tuple[ResponseSize, ...], size: ResponseSize) -> tuple[ResponseSize, ...]:
-    """Return the responses that a pool has held after one more, without those that fit after another one."""
-    if any(map(size.fits_after, held)):
-        return held
+def _add(size: ResponseSize, held: tuple[ResponseSize, ...]) -> tuple[ResponseSize, ...]:
+    """Return `held` with `size` in place of the responses that fit after it."""
     return *(each for each in held if not each.fits_after(size)), size
 
 
@@ -204,12 +202,14 @@ class ResponseSize:
         """Return the pool's largest growth in bytes for this response: the pool may grow for each tensor."""
         return self.num_bytes + _POOL_STEP_BYTES * sum(size > SMALL_BYTES for _, size in self.outputs)
 
-    def fits_after(self, other: ResponseSize) -> bool:
-        """Return whether a pool that has held the response `other` can hold this one without growing."""
+    def fits_after(self, *held: ResponseSize) -> bool:
+        """Return whether a pool that has held one of the responses `held` can hold this one without growing."""
         largest = max((size for _, size in self.outputs), default=0)
         # Small tensors always fit beside large ones, and need not be compared.
-        return self.num_bytes <= other.num_bytes + 2 * SMALL_BYTES and any(
-            size >= largest for _, size in other.outputs
+        return any(
+            self.num_bytes <= other.num_bytes + 2 * SMALL_BYTES
+            and any(size >= largest for _, size in other.outputs)
+            for other in held
         )
 
     def __str__(self) -> str:
