@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import tempfile
+import urllib.request
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from inflight.server.launch import TritonServer
 TIMEOUT_S = 3600.0
 
 _MODEL = "tensorrt_llm"
+_IDLE = re.compile(r'request_type="active".* 0$', re.MULTILINE)  # in Triton's metrics
 _ENGINE_STUB = b"/tensorrt_llm/1/model.py"
 
 
@@ -63,6 +66,7 @@ def analyze(server: TritonServer, requests: Sequence[BenchRequest], concurrency:
             + ["--input-data", str(data), "--concurrency-range", str(min(concurrency, len(requests)))]
             + ["--request-count", str(len(requests))],
             timeout=TIMEOUT_S,
+            is_idle=lambda: _is_idle(server),
         )
     return read_experiments(experiments, requests)
 
@@ -103,6 +107,11 @@ def engine_stub(pids: Sequence[int]) -> int:
 def process_ids(server: TritonServer) -> list[int]:
     """Return the ids of all of a server's processes."""
     return [process.pid for process in runtime_directory.find_processes(server.repository.path.parent)]
+
+
+def _is_idle(server: TritonServer) -> bool:
+    with urllib.request.urlopen(f"http://{server.metrics}/metrics") as page:
+        return _IDLE.search(page.read().decode()) is not None
 
 
 def _request_of(record: Mapping[str, Any]) -> BenchRequest:

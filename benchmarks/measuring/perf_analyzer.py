@@ -7,15 +7,21 @@ The program's export of requests (`--profile-export-file`) is sometimes incomple
 is 0. It writes a number for every output of the model, and if a response lacks the output, it interprets
 four uninitialized bytes as float32. If they are not a finite number, which JSON cannot express, it stops
 writing.
+
+With `--request-count`, the program sometimes never ends. Its first thread deletes the records of all requests
+that have ended before it begins to count them. This happens if other processes keep that thread from running
+while the server answers. The program then waits for as many further requests, which it does not send.
 """
 
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +33,7 @@ _LIBRARIES = (("libb64.so.0d", "libb64-*.so.0d"), ("libcudart.so.12", "libcudart
 
 _ERROR_LINES = 4  # lines of an error that are shown; the program's usage follows
 _ATTEMPTS = 3
+_CHECK_S = 30.0  # between two checks whether a server is idle
 _VERSION = "1"  # of all models in model_repository
 
 
@@ -47,42 +54,85 @@ def environment() -> Iterator[dict[str, str]]:
         yield {**os.environ, "LD_LIBRARY_PATH": folder}
 
 
-def run(arguments: Sequence[str], timeout: float | None = None) -> "subprocess.CompletedProcess[str]":
-    """Run the program with these arguments until it ends; return its status, stdout and stderr."""
-    with environment() as variables:
-        command = [str(find()), *arguments]
-        return subprocess.run(
-            command, env=variables, timeout=timeout, text=True, capture_output=True, check=False
-        )
+class LostRecordsError(Exception):
+    """The program waits for requests whose records it has deleted."""
 
 
-def export(arguments: Sequence[str], timeout: float | None = None) -> list[dict[str, Any]]:
-    """Run the program with these arguments and return the experiments that it exports, one per level of load.
+def run(
+    arguments: Sequence[str], timeout: float | None = None, is_idle: Callable[[], bool] | None = None
+) -> "subprocess.CompletedProcess[str]":
+    """Run the program with these arguments until it ends; return its status, stdout and stderr.
 
-    If the export is incomplete, runs the program again, at most twice.
+    Args:
+        arguments: The program's arguments.
+        timeout: Seconds that the run may take.
+        is_idle: Returns whether the server has answered all requests that it has received.
 
     Raises:
-        ServeError: The program failed, with its output, or all its exports were incomplete.
+        LostRecordsError: The program still ran after the server had been idle for half a minute.
+        subprocess.TimeoutExpired: The run took longer than `timeout` seconds.
+    """
+    with environment() as variables:
+        command = [str(find()), *arguments]
+        with subprocess.Popen(
+            command, env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as process:
+            try:
+                stdout, stderr = _communicate(process, timeout, is_idle)
+            except BaseException:
+                process.kill()
+                raise
+        return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def export(
+    arguments: Sequence[str], timeout: float | None = None, is_idle: Callable[[], bool] | None = None
+) -> list[dict[str, Any]]:
+    """Run the program with these arguments and return the experiments that it exports, one per level of load.
+
+    If the export is incomplete, or the program loses records (see `run`), runs it again, at most twice.
+
+    Raises:
+        ServeError: The program failed, with its output, or no run had a complete export.
         subprocess.TimeoutExpired: A run took longer than `timeout` seconds.
     """
-    text = ""
+    problem = ""
     for _ in range(_ATTEMPTS):
-        text = _export(arguments, timeout)
-        # The export has the responses' bytes, which are not valid UTF-8 if a response ends inside a
-        # character.
-        with contextlib.suppress(json.JSONDecodeError):
+        try:
+            text = _export(arguments, timeout, is_idle)
+            # The export has the responses' bytes, which are not valid UTF-8 if a response ends inside a
+            # character.
             return json.loads(text, strict=False)["experiments"]
-    raise ServeError(
-        f"perf_analyzer's export was not JSON {_ATTEMPTS} times; the last ends with {text[-100:]!r}"
-    )
+        except json.JSONDecodeError:
+            problem = f"its export was not JSON, and ends with {text[-100:]!r}"
+        except LostRecordsError:
+            problem = "it did not end although the server was idle"
+    raise ServeError(f"perf_analyzer failed {_ATTEMPTS} times; the last time, {problem}")
 
 
-def _export(arguments: Sequence[str], timeout: float | None) -> str:
+def _communicate(
+    process: "subprocess.Popen[str]", timeout: float | None, is_idle: Callable[[], bool] | None
+) -> tuple[str, str]:
+    end = time.monotonic() + (math.inf if timeout is None else timeout)
+    was_idle = False
+    while True:
+        try:
+            return process.communicate(timeout=min(_CHECK_S, max(end - time.monotonic(), 0)))
+        except subprocess.TimeoutExpired:
+            if time.monotonic() >= end:
+                raise
+        is_still_idle = is_idle is not None and is_idle()
+        if was_idle and is_still_idle:
+            raise LostRecordsError
+        was_idle = is_still_idle
+
+
+def _export(arguments: Sequence[str], timeout: float | None, is_idle: Callable[[], bool] | None) -> str:
     with tempfile.TemporaryDirectory(prefix="inflight-perf-analyzer-") as folder:
         path = Path(folder) / "profile.json"
         # If no model version is named, perf_analyzer takes the version whose statistics have changed. It fails if
         # they have not changed yet, because the server counts a request only after its response.
-        done = run([*arguments, "-x", _VERSION, "--profile-export-file", str(path)], timeout)
+        done = run([*arguments, "-x", _VERSION, "--profile-export-file", str(path)], timeout, is_idle)
         if done.returncode:
             said = (done.stderr or done.stdout).splitlines()[:_ERROR_LINES]
             raise ServeError("\n".join([f"perf_analyzer ended with {done.returncode}:", *said]))
