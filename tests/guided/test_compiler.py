@@ -42,7 +42,7 @@ class Compiling:
     def next(self) -> tuple[GuideEvent, ...]:
         """Wait for the next events; return all that arrive together."""
         if not (events := self.compiler.events()):
-            self.notified.get(timeout=60)
+            self.notified.get(timeout=600)
             events = self.compiler.events()
         return events
 
@@ -325,7 +325,7 @@ def test_the_library_can_be_set_up_before_the_first_guide() -> None:
 
     with compiling(Grammars(make)) as it:
         it.compiler.prepare()
-        assert is_set_up.wait(60)
+        assert is_set_up.wait(600)
         it.submit(1, GOOD)
         assert it.next() == (GuideEvent(1),)
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.exhaustive
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RAY = ("ray[serve]==2.60.0",)
-PATIENCE_S = 300
+PATIENCE_S = 900
 ANSWER = {"model": "demo_model", "prompt": "def area(", "max_tokens": 8, "temperature": 0}
 
 

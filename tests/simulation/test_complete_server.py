@@ -62,7 +62,7 @@ def uses_all_parts(report: RunReport) -> bool:
 
 
 def test_promises_are_kept_by_all_parts_together() -> None:
-    reports = [complete_server.run(seed) for seed in range(examples(8, 200))]
+    reports = [complete_server.run(seed) for seed in range(examples(8, all=60))]
     faults = sum((each.faults for each in reports), Counter[str]())
     assert faults.keys() == {
         *whole_server.FAULTS,

@@ -15,7 +15,7 @@ from .mutations_of_guides import MUTATIONS_OF_GUIDES
 
 def test_guides_are_followed_through_all_faults() -> None:
     faults: Counter[str] = Counter()
-    for seed in range(examples(50, NUM_SEEDS)):
+    for seed in range(examples(50, all=400)):
         faults += guided_server.run(seed).faults
     assert faults.keys() == {*whole_server.FAULTS, "failed iteration"}
 

@@ -16,7 +16,7 @@ from .mutations_of_orchestration import MUTATIONS_OF_ORCHESTRATION
 def test_lost_ranks_are_started_again_and_none_is_left() -> None:
     faults: Counter[str] = Counter()
     endings: Counter[str] = Counter()
-    for seed in range(examples(60, NUM_SEEDS)):
+    for seed in range(examples(60, all=400)):
         report = orchestrated_ranks.run(seed)
         faults += report.faults
         endings += report.endings

@@ -15,7 +15,7 @@ from .mutations_of_ranks import MUTATIONS_OF_RANKS
 
 def test_promises_are_kept_although_ranks_are_lost() -> None:
     faults: Counter[str] = Counter()
-    for seed in range(examples(50, NUM_SEEDS)):
+    for seed in range(examples(50, all=400)):
         faults += ranked_server.run(seed).faults
     assert faults.keys() == {*whole_server.FAULTS, "failed iteration"}
 

@@ -21,7 +21,7 @@ from .mutations_of_supervision import MUTATIONS_OF_SUPERVISION
 def test_lost_processes_are_started_again_and_none_is_left() -> None:
     faults: Counter[str] = Counter()
     endings: Counter[str] = Counter()
-    for seed in range(examples(100, NUM_SEEDS)):
+    for seed in range(examples(100, all=400)):
         report = supervised_server.run(seed)
         faults += report.faults
         endings += report.endings

@@ -15,7 +15,7 @@ from .mutations_of_triton import MUTATIONS_OF_TRITON
 
 def test_promises_are_kept_to_tritons_clients() -> None:
     faults: Counter[str] = Counter()
-    for seed in range(examples(50, NUM_SEEDS)):
+    for seed in range(examples(50, all=400)):
         faults += triton_server.run(seed).faults
     assert faults.keys() == {*whole_server.FAULTS, "failed iteration"}
 

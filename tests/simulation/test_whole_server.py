@@ -23,7 +23,7 @@ _SOON = every(3, _ALL)
 def test_promises_are_kept_through_all_faults() -> None:
     faults: Counter[str] = Counter()
     endings: Counter[str] = Counter()
-    for seed in range(examples(60, NUM_SEEDS)):
+    for seed in range(examples(60, all=400)):
         report = whole_server.run(seed)
         faults += report.faults
         endings += report.endings
