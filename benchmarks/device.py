@@ -1,4 +1,4 @@
-"""Compare a device's generation speed with the limit set by memory bandwidth, and with that of transformers.
+"""Compare a device's generation speed with the limit set by memory bandwidth, and with transformers' speed.
 
 Batches are made without a scheduler or a server: contexts of equal length, then iterations with one token
 for each sequence. An iteration must read every weight, key and value once, so its limit is the number of

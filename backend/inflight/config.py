@@ -178,9 +178,9 @@ class SchedulingConfig:
     context_chunking_policy: ChunkingPolicy = parameter(
         ChunkingPolicy.FIRST_COME_FIRST_SERVED,
         member(ChunkingPolicy),
-        "how split prompts (enable_chunked_context) share the tokens of an iteration, after generation has "
-        "got its tokens; first_come_first_served: the oldest prompt gets as many tokens as it needs, then the "
-        "next oldest prompt; equal_progress: each prompt gets one block of tokens in turn",
+        "how split prompts (enable_chunked_context) share the tokens of an iteration that generation does not "
+        "need; first_come_first_served: the oldest prompt gets as many tokens as it needs, then the next "
+        "oldest prompt; equal_progress: each prompt gets one block of tokens in turn",
     )
     schedule_policy: SchedulePolicy = parameter(
         SchedulePolicy.FCFS,
@@ -353,7 +353,7 @@ class EngineConfig:
         "weights from a file that the first load writes to the user's cache",
     )
     cuda_graph_mode: bool = parameter(
-        True, BOOLEAN, "on a GPU, run iterations of up to 1,024 rows as CUDA graphs"
+        True, BOOLEAN, "on a GPU, run iterations of up to 1,024 tokens as CUDA graphs"
     )
     max_sequence_length: int | None = parameter(
         None,
@@ -364,8 +364,8 @@ class EngineConfig:
     max_attention_window_size: tuple[int, ...] = parameter(
         (),
         WINDOWS,
-        "number of the latest tokens to which a layer attends; if there are several numbers, the layers use "
-        "them in turn; default: all tokens",
+        "number of the latest tokens to which a layer attends; a list of several numbers, one for each layer, "
+        "is repeated if the model has more layers; default: all tokens",
     )
     sink_token_length: int = parameter(
         0,
@@ -413,7 +413,8 @@ class EngineConfig:
     lora_cache_optimal_adapter_size: int = parameter(
         8,
         integer(1),
-        "size of a page of the device memory for adapters, given as the LoRA rank that fits into a page",
+        "size of a page of the device memory for adapters, given as the highest LoRA rank that fits into a "
+        "page",
         behind="guided_decoding_max_guide_bytes",
     )
     lora_cache_max_adapter_size: int = parameter(64, integer(1), "highest rank of a LoRA adapter")
@@ -421,7 +422,8 @@ class EngineConfig:
         None,
         share(),
         "maximum memory for LoRA adapters, as a fraction of the device memory that is free after loading the "
-        "weights; 0: no adapters; default: 0.05, or 0 if that is too little for one adapter",
+        "weights; 0: no adapters; default: 0.05, or 0 if that is too little for one adapter "
+        "of the highest rank",
     )
     normalize_log_probs: bool = parameter(
         False,
@@ -716,9 +718,9 @@ class Parameters:
     lora_cache_host_memory_bytes: int | None = parameter(
         None,
         integer(1),
-        "size in bytes of the host memory for LoRA adapters; weights that requests sent, and that wait to be "
-        "stored there, may take as much memory in addition; default: 1 GiB, or the size of one adapter of "
-        "the highest rank if that is more",
+        "size in bytes of the host memory for LoRA adapters; weights in requests may take as much memory in "
+        "addition until they are stored there; default: 1 GiB, or the size of one adapter of the highest rank "
+        "if that is more",
     )
     lora_prefetch_dir: str | None = parameter(
         None,

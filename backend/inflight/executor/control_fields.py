@@ -24,7 +24,7 @@ class SamplingControls(Typed):
             all tokens if top_p or min_p is set, and makes decoding greedy if neither is set.
         top_p: keep the likeliest tokens, in order, until their total probability reaches this number in (0,
             1]; <= 0: unset. In this API: unset by default.
-        top_p_min: lower bound of top_p if top_p_decay makes it smaller; 1e-6 by default. In this API: 1e-6
+        top_p_min: smallest value to which top_p_decay can reduce top_p; 1e-6 by default. In this API: 1e-6
             by default.
         top_p_decay: factor by which top_p is multiplied after each token; 1 by default. In this API: 1 by
             default.

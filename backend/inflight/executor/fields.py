@@ -433,8 +433,8 @@ _PARTS_OF_CONFIGURATION = [
     *_of(
         DecodingConfig,
         decoding_mode=_refused(
-            "each request sets its own sampling; with the mode Eagle, an EAGLE-3 or MTP head makes drafts; other "
-            "drafts are made as speculative_decoding_mode of the argument `parameters` says, or are sent with a "
+            "each request sets its own sampling; with the mode Eagle, an EAGLE-3 or MTP head makes drafts; for "
+            "other drafts, set speculative_decoding_mode of the argument `parameters`, or send drafts with a "
             "request (external_draft_tokens_config)",
             *_SAMPLES,
             DecodingMode.Eagle(),
@@ -487,8 +487,8 @@ _PARTS_OF_CONFIGURATION = [
         multi_block_mode=_ignored(_TENSORRT),
         enable_context_fmha_fp32_acc=_ignored(_TENSORRT),
         cuda_graph_mode=_ignored(
-            "on a GPU, iterations of up to 1,024 tokens run as CUDA graphs even if this field is False; "
-            "EngineConfig.cuda_graph_mode of the argument `parameters` turns this off",
+            "on a GPU, iterations of up to 1,024 tokens run as CUDA graphs, whatever this field is; to turn CUDA "
+            "graphs off, set EngineConfig.cuda_graph_mode of the argument `parameters` to False",
             False,
         ),
         cuda_graph_cache_size=_ignored("all recorded CUDA graphs are kept"),

@@ -17,7 +17,7 @@ after "except". If it has any other value:
 
 - A **refused** field raises `NotSupported` with the reason in the table. A field of a configuration raises it
   when the `Executor` is created. A field of a request raises it when the request is enqueued.
-- An *ignored* field has no effect, and is logged once. Such a field would change only speed or memory use.
+- An *ignored* field has no effect, and is logged once. Most ignored fields would change only speed or memory use.
 
 `scripts/write_configs` writes this page.
 """

@@ -151,8 +151,8 @@ def _add_model_arguments(add: Callable[..., argparse.Action]) -> None:
         help="what the model is used for; none: text generation; embed: /v1/embeddings; classify: "
         "/v1/classify if the checkpoint has a head for sequence classification, otherwise /v1/rerank and "
         "/v1/score; auto: the same as classify if the checkpoint has a head for sequence classification, the "
-        "same as embed if it has a pooling of sentence-transformers, and otherwise the same as none (default: "
-        "auto)",
+        "same as embed if it has a pooling configuration of sentence-transformers, and otherwise the same as "
+        "none (default: auto)",
     )
 
 

@@ -192,7 +192,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "receipt",
         metavar="RECEIPT",
-        help="file with a receipt, or with an answer that contains a receipt; -: standard input",
+        help="file with a receipt, or with an answer that contains a receipt; - means standard input",
     )
     add("--model", metavar="DIR_OR_HF_ID", help="the model that the receipt names (default: the demo model)")
     add("--revision", metavar="REVISION", help="branch, tag or commit of a --model from the Hugging Face hub")

@@ -84,8 +84,8 @@ def _add_draft_options(parser: argparse.ArgumentParser) -> None:
         "--draft-model",
         metavar="DIR",
         type=Path,
-        help="folder of a head that drafts tokens, not of a whole model: an EAGLE-3 head, which implies "
-        "--speculate eagle3, or Gemma 4's draft head, which implies --speculate mtp:3",
+        help="folder of a draft head: either an EAGLE-3 head, which implies --speculate eagle3, or Gemma 4's "
+        "draft head, which implies --speculate mtp:3; a whole model is refused",
     )
 
 
@@ -143,8 +143,8 @@ def _add_running_options(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=300,
         metavar="SECONDS",
-        help="give up the start if the server makes no progress for this many seconds, which means that it "
-        "logs no line, reads no file and fills no memory (default: %(default)s)",
+        help="give up the start if, for this many seconds, the server logs no line, reads no file and fills no "
+        "memory (default: %(default)s)",
     )
     add(
         "--restarts",

@@ -186,7 +186,7 @@ class SamplingConfig:
         1e-6,
         "FP32",
         _SHARE,
-        "lower bound of top_p if top_p_decay makes it smaller; 1e-6 by default",
+        "smallest value to which top_p_decay can reduce top_p; 1e-6 by default",
         tensor="runtime_top_p_min",
         example=0.25,
         text_names=("top_p_min",),
