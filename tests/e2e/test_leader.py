@@ -61,7 +61,7 @@ def assert_equal_answers(leader: TritonServer, exact_server: TritonServer) -> No
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_worker_ends_the_server_after_all_requests_are_answered(elsewhere, long_model, number):
-    settings = ("--set", "max_tokens_in_paged_kv_cache=65536", "--set", "rank_timeout_ms=4000")
+    settings = ("--set", "max_tokens_in_paged_kv_cache=65536", "--set", "rank_timeout_ms=20000")
     ranks = ("--model", str(long_model), "--tp", "2", "--mode", "leader", "--restarts", "0")
     with command(REPOSITORY, *ranks, *settings) as serving:
         ready, folder = serving.ready_line(), serving.folder()
@@ -74,7 +74,7 @@ def test_a_lost_worker_ends_the_server_after_all_requests_are_answered(elsewhere
             os.kill(worker, number)
             finals = [list(stream.until_final())[-1] for stream in (direct, by_front_end)]
         assert all("rank 1 of 2" in str(last.error) for last in finals), finals
-        _, errors = serving.process.communicate(timeout=30)
+        _, errors = serving.process.communicate(timeout=300)
     assert serving.process.returncode == 1
     assert "serve: tritonserver ended" in errors
     assert left_of(folder) == []
