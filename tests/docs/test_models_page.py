@@ -35,7 +35,7 @@ def test_the_table_has_every_family() -> None:
 def test_readme_has_the_number_of_families() -> None:
     readme = (_ROOT / "README.md").read_text()
     assert f"[{len(FAMILIES)} families](docs/models.md)" in readme
-    assert f"| {len(FAMILIES)} families; {len(MULTIMODAL)} multimodal classes take text, " in readme
+    assert f"| {len(FAMILIES)} families; {len(MULTIMODAL)} multimodal architectures take text, " in readme
     assert f"take text, and {len(MODEL_TYPES)} of these also take pictures |" in readme
 
 
