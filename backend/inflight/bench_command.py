@@ -45,6 +45,15 @@ def main(arguments: list[str] | None = None) -> int:
     except (InflightError, ServeError) as error:
         sys.stderr.write(f"{program_name('scripts/bench')} {arguments[0]}: {error}\n")
         return 1
+    except ModuleNotFoundError as error:
+        if not {"-h", "--help"} & set(arguments):
+            raise
+        sys.stdout.write(f"{programs[name]}\n")
+        sys.stderr.write(
+            f"{program_name('scripts/bench')} {arguments[0]}: the options are listed when the packages of the "
+            f"benchmarks are installed ({error}); a run without --help installs them\n"
+        )
+        return 1
     return 0
 
 

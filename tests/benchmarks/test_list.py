@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import benchmarks
+from inflight import bench_command
 
 _SCRIPT = Path(__file__).resolve().parents[2] / "scripts/bench"
 _PROGRAMS = Path(benchmarks.__file__).parent
@@ -48,6 +49,15 @@ def test_every_benchmark_has_help(name, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         importlib.import_module(f"benchmarks.{name}").main()
     assert ended.value.code == 0 and "usage: " in capsys.readouterr().out
+
+
+@pytest.mark.smoke
+def test_help_before_the_packages_are_installed_says_when_the_options_are_listed(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "benchmarks.offline", raising=False)
+    monkeypatch.setitem(sys.modules, "benchmarks.measuring.options", None)  # importing it fails
+    assert bench_command.main(["offline", "--help"]) == 1
+    out, err = capsys.readouterr()
+    assert out.count("\n") == 1 and "the options are listed when the packages of the benchmarks" in err
 
 
 def said_by(name, arguments, monkeypatch, capsys):

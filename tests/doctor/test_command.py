@@ -52,6 +52,12 @@ def test_a_path_that_the_system_refuses_is_a_finding(tmp_path: Path, capsys: pyt
     assert "File name too long" in capsys.readouterr().out
 
 
+def test_an_empty_name_of_a_model_is_wrong_usage(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--model", ""])
+    assert ended.value.code == 2 and "--model got '', expected a folder" in capsys.readouterr().err
+
+
 def test_findings_of_several_lines_are_indented():
     finding, text = Finding("a thing", Level.RED, "two faults:\n  one\n  other", "do it"), io.StringIO()
     write_text([finding], text)

@@ -315,6 +315,8 @@ def test_an_engine_closes_while_it_sleeps() -> None:
         ("sleep?tags=kv_cache", "tags", "the KV cache is not given back without the weights"),
         ("sleep?tags=weights&tags=adapters", "tags", "expected weights, or weights and kv_cache"),
         ("wake_up?tags=kv_cache", "tags", "the KV cache does not come back without the weights"),
+        ("sleep?lvl=2", "lvl", "the query parameter lvl is unknown, expected level, mode, tags, model"),
+        ("wake_up?level=2", "level", "the query parameter level is unknown, expected tags, model"),
     ],
 )
 def test_what_is_not_supported_is_refused(route: str, param: str, problem: str) -> None:

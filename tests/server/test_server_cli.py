@@ -10,6 +10,7 @@ from inflight.openai.options import OpenAiOptions
 from inflight.server import cli
 from inflight.server.errors import OptionError
 from inflight.server.ports import Ports
+from inflight.testing.make_model import make_model
 
 
 def test_options_have_documented_defaults() -> None:
@@ -31,6 +32,17 @@ def test_adapters_have_a_name_and_a_folder() -> None:
     options = cli.parse(["--lora", "sql=a/b=c", "--lora", "chat=/d"])
     assert options.wanted.adapters == (("sql", Path("a/b=c")), ("chat", Path("/d")))
     assert cli.parse([]).wanted.adapters == ()
+
+
+def test_an_adapter_may_not_have_the_models_name(tmp_path: Path) -> None:
+    checkpoint = make_model(tmp_path / "tiny", shape="tiny")
+    for served in (["--model", str(checkpoint)], ["--served-model-name", "tiny", "--model", str(checkpoint)]):
+        with pytest.raises(
+            OptionError, match="--lora tiny=/d: the model has this name, expected another one"
+        ):
+            cli.parse([*served, "--lora", "tiny=/d"])
+    options = cli.parse(["--model", str(checkpoint), "--served-model-name", "other", "--lora", "tiny=/d"])
+    assert options.wanted.adapters == (("tiny", Path("/d")),)
 
 
 @pytest.mark.parametrize("weights", ["memory", "mmap"])

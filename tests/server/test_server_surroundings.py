@@ -76,6 +76,8 @@ def test_a_host_that_cannot_be_resolved_is_refused() -> None:
     assert resolve_host("localhost") == LOCALHOST
     with pytest.raises(OptionError, match="--host"):
         resolve_host("no such host")
+    with pytest.raises(OptionError, match="--host got '', expected an address"):
+        resolve_host("")
 
 
 @pytest.mark.parametrize("host", ["http://0.0.0.0", "0.0.0.0:9000", "localhost:8000/v1"])

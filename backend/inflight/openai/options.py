@@ -396,8 +396,10 @@ def _check_certificate(chain: Path, key: Path | None) -> None:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(chain, key, refuse_password)
     except OSError as error:  # includes ssl.SSLError
+        other = "" if key else "; --ssl-keyfile names the key if it is in another file"
         raise ValueError(
-            f"{where}: cannot be used for TLS, expected a certificate and its own key in PEM format: {error}"
+            f"{where}: cannot be used for TLS, expected a certificate and its own key in PEM format{other}: "
+            f"{error}"
         ) from None
 
 

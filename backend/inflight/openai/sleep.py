@@ -26,6 +26,7 @@ _TIMEOUT_S = 600.0
 async def sleep(request: Request) -> Response:
     """Finish or cancel the requests in flight, refuse new ones, and give back the weights, and the KV cache
     unless `tags` is weights."""
+    _check_names(request, "level", "mode", "tags", "model")
     _check_one_of(request, "level", _LEVELS)
     _check_one_of(request, "mode", _MODES)
     aborts = request.query_params.get("mode") == "abort"
@@ -37,6 +38,7 @@ async def sleep(request: Request) -> Response:
 @router.post("/wake_up")
 async def wake_up(request: Request) -> Response:
     """Load the model again and accept requests."""
+    _check_names(request, "tags", "model")
     only_weights = _are_only_weights(request, "the KV cache does not come back without the weights")
     await _command(request, SleepAction.WAKE_UP, only_weights)
     return Response()
@@ -45,7 +47,14 @@ async def wake_up(request: Request) -> Response:
 @router.get("/is_sleeping")
 async def is_sleeping(request: Request) -> Response:
     """Return whether the engine sleeps, or refuses requests to fall asleep: `{"is_sleeping": false}`."""
+    _check_names(request, "model")
     return JSONResponse({"is_sleeping": await _command(request, SleepAction.ASK)})
+
+
+def _check_names(request: Request, *known: str) -> None:
+    if others := sorted(request.query_params.keys() - set(known)):
+        name = others[0][:200]
+        raise invalid(name, f"the query parameter {name} is unknown, expected {', '.join(known)}")
 
 
 def _check_one_of(request: Request, name: str, allowed: tuple[str, ...]) -> None:

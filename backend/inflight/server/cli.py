@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol, TextIO, cast
 
 from inflight.arguments import command_of, why_not_writable
+from inflight.checkpoint_config import checkpoint_name
 from inflight.engine_folder import is_engine_folder
 from inflight.log_lines import ACCESS_LOG_VARIABLE, asks_for_json, open_log
 from inflight.openai.options import API_KEYS_VARIABLE, OpenAiOptions, read_arguments
@@ -101,10 +102,12 @@ def parse(arguments: list[str] | None, judge: Judge | None = None) -> ServerOpti
     choose_model(given)
     _check_engine(given)
     _check_drafts(given)
+    model = _checkpoint(given, judge)
+    _check_adapter_names(given, model)
     return ServerOptions(
         model_repository=given.model_repository,
         wanted=Wanted(
-            model=_checkpoint(given, judge),
+            model=model,
             dtype=given.dtype,
             engine=given.engine,
             engine_dir=given.engine_dir,
@@ -162,6 +165,16 @@ def _checkpoint(given: argparse.Namespace, judge: Judge | None) -> Path | None:
     if given.revision is not None:
         raise OptionError("--revision is for a --model that is fetched from the Hugging Face hub")
     return None
+
+
+def _check_adapter_names(given: argparse.Namespace, model: Path | None) -> None:
+    """Raise OptionError if an adapter has the name of the model, by which /v1 finds the model alone."""
+    names: list[str] = given.served_model_name
+    if not names and model is not None:
+        names = [checkpoint_name(model)]
+    for name, folder in given.lora:
+        if name in names and not given.no_openai:
+            raise OptionError(f"--lora {name}={folder}: the model has this name, expected another one")
 
 
 def _openai_options(given: argparse.Namespace) -> OpenAiOptions:

@@ -31,12 +31,17 @@ def add_checkpoint(parser: argparse.ArgumentParser, help: str) -> None:
 
 
 def choose_model(given: argparse.Namespace) -> None:
-    """Take the model from its position if --model does not name it. Raises OptionError if both do."""
-    if given.positional_model is None:
-        return
-    if given.model is not None:
-        raise OptionError(f"--model {given.model} and {given.positional_model} name a model: use only one")
-    given.model = given.positional_model
+    """Take the model from its position if --model does not name it. Raises OptionError if both do, or it is ""."""
+    if given.positional_model is not None:
+        if given.model is not None:
+            raise OptionError(
+                f"--model {given.model} and {given.positional_model} name a model: use only one"
+            )
+        given.model = given.positional_model
+    if given.model is not None and not given.model.strip():
+        raise OptionError(
+            f"--model got {given.model!r}, expected a folder, a GGUF file or a name on the Hugging Face hub"
+        )
 
 
 def find_model_behind(given: argparse.Namespace, *flags: str) -> None:

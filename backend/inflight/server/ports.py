@@ -30,6 +30,8 @@ class Ports:
 
 def resolve_host(host: str) -> str:
     """Return the IPv4 address to listen on; raises OptionError if the host has none."""
+    if not host:
+        raise OptionError("--host got '', expected an address or a name of this machine, such as 0.0.0.0")
     name, colon, port = host.partition(":")
     if "/" in host or (colon and port.isdecimal() and name):
         raise OptionError(
