@@ -100,13 +100,14 @@ def export(
     for _ in range(_ATTEMPTS):
         try:
             text = _export(arguments, timeout, is_idle)
-            # The export has the responses' bytes, which are not valid UTF-8 if a response ends inside a
-            # character.
-            return json.loads(text, strict=False)["experiments"]
-        except json.JSONDecodeError:
-            problem = f"its export was not JSON, and ends with {text[-100:]!r}"
         except LostRecordsError:
             problem = "it did not end although the server was idle"
+            continue
+        # The export has the responses' bytes, which are not valid UTF-8 if a response ends inside a
+        # character.
+        with contextlib.suppress(json.JSONDecodeError):
+            return json.loads(text, strict=False)["experiments"]
+        problem = f"its export was not JSON, and ends with {text[-100:]!r}"
     raise ServeError(f"perf_analyzer failed {_ATTEMPTS} times; the last time, {problem}")
 
 
