@@ -228,7 +228,7 @@ def _command_of(script: str) -> str:
     if _scripts_install_nothing():
         command = shlex.quote(str(path))
     else:
-        (module,) = re.findall(r'exec "\$PYTHON" -m ([\w.]+)', path.read_text())
+        (module,) = re.findall(r"^run ([\w.]+(?: \w+)?)", path.read_text(), re.MULTILINE)
         command = f"{shlex.quote(sys.executable)} -m {module}"
     return f"{command} {ports if script in ('serve', 'doctor') else ''}"
 

@@ -23,7 +23,7 @@ from inflight.core.request.request import Origin, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason
 from inflight.errors import InflightError, InvalidArgument, StepFailed, Unavailable
-from inflight.guided import child, compiler
+from inflight.guided import budget, child, compiler
 from inflight.guided.compiler import ChildCompiler
 from inflight.guided.grammars import GrammarLibrary, Grammars
 from inflight.guided.vocabulary import GuideVocabulary
@@ -121,6 +121,8 @@ class ServerWithGuides(WholeServer):
             stack.enter_context(patch.object(compiler, "ChildCompiler", watched))
             make = partial(self._make_library, may_compile=True)
             stack.enter_context(patch.object(child, "make_backend", make))
+            # Real processor time would depend on the machine that simulates.
+            stack.enter_context(patch.object(budget, "work_time", lambda: 0.0))
             return super()._run()
 
     # ---------------------------------------------------------------- processes
