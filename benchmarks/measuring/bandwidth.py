@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 
@@ -49,6 +50,7 @@ class Probe:
             stdout=subprocess.PIPE,
             text=True,
             bufsize=1,
+            cwd=Path(__file__).parents[2],  # where Python finds the package `benchmarks`
         )
 
     def gb_per_s(self) -> float:
