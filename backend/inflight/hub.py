@@ -28,6 +28,7 @@ _IN_ADDRESS = re.compile(rf"^(?:https?://[^/]+/)?({_HUB_ID.pattern.replace('(/',
 _WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
 _UNWANTED = ["[!1]*/*.json", "*/*.safetensors", "*/*.txt", "consolidated*"]
 """Weights in other formats and their files; sentence-transformers' 1_Pooling/config.json is wanted."""
+EXPECTED_MODEL = "a folder, a GGUF file or a name on the Hugging Face hub"
 _CREDENTIALS = re.compile(r"//[^/\s]*@")
 _log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ def find_checkpoint(
         ConfigError: The checkpoint is not available. The message has the reason.
     """
     if not model.strip():
-        raise ConfigError(f"got {model!r}, expected a folder, a GGUF file or a name on the Hugging Face hub")
+        raise ConfigError(f"got {model!r}, expected {EXPECTED_MODEL}")
     folder = Path(model).expanduser()
     is_gguf = folder.suffix.lower() == ".gguf" and not folder.is_dir() and "://" not in model
     if folder.exists() or is_gguf or not _HUB_ID.fullmatch(model):

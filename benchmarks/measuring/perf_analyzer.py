@@ -59,17 +59,18 @@ class LostRecordsError(Exception):
 
 
 def run(
-    arguments: Sequence[str], timeout: float | None = None, is_idle: Callable[[], bool] | None = None
+    arguments: Sequence[str], timeout: float = math.inf, is_idle: Callable[[], bool] = lambda: False
 ) -> "subprocess.CompletedProcess[str]":
     """Run the program with these arguments until it ends; return its status, stdout and stderr.
 
     Args:
         arguments: The program's arguments.
         timeout: Seconds that the run may take.
-        is_idle: Returns whether the server has answered all requests that it has received.
+        is_idle: Returns whether the server has answered all requests that it has received. It is called every
+            half minute.
 
     Raises:
-        LostRecordsError: The program still ran after the server had been idle for half a minute.
+        LostRecordsError: The server was idle twice in a row, and the program still ran.
         subprocess.TimeoutExpired: The run took longer than `timeout` seconds.
     """
     with environment() as variables:
@@ -86,7 +87,7 @@ def run(
 
 
 def export(
-    arguments: Sequence[str], timeout: float | None = None, is_idle: Callable[[], bool] | None = None
+    arguments: Sequence[str], timeout: float = math.inf, is_idle: Callable[[], bool] = lambda: False
 ) -> list[dict[str, Any]]:
     """Run the program with these arguments and return the experiments that it exports, one per level of load.
 
@@ -112,9 +113,9 @@ def export(
 
 
 def _communicate(
-    process: "subprocess.Popen[str]", timeout: float | None, is_idle: Callable[[], bool] | None
+    process: "subprocess.Popen[str]", timeout: float, is_idle: Callable[[], bool]
 ) -> tuple[str, str]:
-    end = time.monotonic() + (math.inf if timeout is None else timeout)
+    end = time.monotonic() + timeout
     was_idle = False
     while True:
         try:
@@ -122,13 +123,13 @@ def _communicate(
         except subprocess.TimeoutExpired:
             if time.monotonic() >= end:
                 raise
-        is_still_idle = is_idle is not None and is_idle()
-        if was_idle and is_still_idle:
+        is_idle_now = is_idle()
+        if was_idle and is_idle_now:
             raise LostRecordsError
-        was_idle = is_still_idle
+        was_idle = is_idle_now
 
 
-def _export(arguments: Sequence[str], timeout: float | None, is_idle: Callable[[], bool] | None) -> str:
+def _export(arguments: Sequence[str], timeout: float, is_idle: Callable[[], bool]) -> str:
     with tempfile.TemporaryDirectory(prefix="inflight-perf-analyzer-") as folder:
         path = Path(folder) / "profile.json"
         # If no model version is named, perf_analyzer takes the version whose statistics have changed. It fails if

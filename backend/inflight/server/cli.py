@@ -102,26 +102,9 @@ def parse(arguments: list[str] | None, judge: Judge | None = None) -> ServerOpti
     choose_model(given)
     _check_engine(given)
     _check_drafts(given)
-    model = _checkpoint(given, judge)
-    _check_adapter_names(given, model)
     return ServerOptions(
         model_repository=given.model_repository,
-        wanted=Wanted(
-            model=model,
-            dtype=given.dtype,
-            engine=given.engine,
-            engine_dir=given.engine_dir,
-            weights=given.weights,
-            speculate=given.speculate,
-            draft_model=given.draft_model,
-            kv_cache_dir=given.kv_cache_dir,
-            kv_cache_disk_bytes=given.kv_cache_disk,
-            kv_events_config=given.kv_events_config,
-            otlp_traces_endpoint=given.otlp_traces_endpoint,
-            convert=given.convert,
-            settings=dict(given.set),
-            adapters=tuple(given.lora),
-        ),
+        wanted=_wanted(given, judge),
         host=given.host,
         ports=Ports(
             given.http_port,
@@ -157,6 +140,27 @@ def parse(arguments: list[str] | None, judge: Judge | None = None) -> ServerOpti
     )
 
 
+def _wanted(given: argparse.Namespace, judge: Judge | None) -> Wanted:
+    model = _checkpoint(given, judge)
+    _check_adapter_names(given, model)
+    return Wanted(
+        model=model,
+        dtype=given.dtype,
+        engine=given.engine,
+        engine_dir=given.engine_dir,
+        weights=given.weights,
+        speculate=given.speculate,
+        draft_model=given.draft_model,
+        kv_cache_dir=given.kv_cache_dir,
+        kv_cache_disk_bytes=given.kv_cache_disk,
+        kv_events_config=given.kv_events_config,
+        otlp_traces_endpoint=given.otlp_traces_endpoint,
+        convert=given.convert,
+        settings=dict(given.set),
+        adapters=tuple(given.lora),
+    )
+
+
 def _checkpoint(given: argparse.Namespace, judge: Judge | None) -> Path | None:
     if given.model is not None:
         engine = "tensorrt" if given.engine_dir else given.engine or dict(given.set).get("engine")
@@ -168,7 +172,7 @@ def _checkpoint(given: argparse.Namespace, judge: Judge | None) -> Path | None:
 
 
 def _check_adapter_names(given: argparse.Namespace, model: Path | None) -> None:
-    """Raise OptionError if an adapter has the name of the model, by which /v1 finds the model alone."""
+    """Raise OptionError if an adapter has the model's name: requests to /v1 could not name the adapter."""
     names: list[str] = given.served_model_name
     if not names and model is not None:
         names = [checkpoint_name(model)]

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from inflight.hub import EXPECTED_MODEL
 from inflight.parameter_spec import ParameterKind
 from inflight.server.errors import OptionError
 
@@ -39,9 +40,7 @@ def choose_model(given: argparse.Namespace) -> None:
             )
         given.model = given.positional_model
     if given.model is not None and not given.model.strip():
-        raise OptionError(
-            f"--model got {given.model!r}, expected a folder, a GGUF file or a name on the Hugging Face hub"
-        )
+        raise OptionError(f"--model got {given.model!r}, expected {EXPECTED_MODEL}")
 
 
 def find_model_behind(given: argparse.Namespace, *flags: str) -> None:
